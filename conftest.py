@@ -16,7 +16,8 @@ settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep workers from taking each other's cores."""
+    """Keep workers from taking each other's cores, and measurements out of the user's cache."""
+    os.environ.setdefault("SAGELLM_RATES_FILE", "off")
     if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -34,16 +34,39 @@ struct Packer {
     return in_tiles(w.kind) ? tile_offset(k_byte, lane) : quad_offset(k_byte, lane);
   }
 
-  // `row`: k elements of the weight's width in memory, or null for zeros.
+  // `row`: k elements of the weight's width in memory, or null for zeros; those before `begin` are left out.
   template <typename Element>
-  void put_plain(Column c, const Element* row) const {
+  void put_plain(Column c, const Element* row, int64_t begin = 0) const {
     unsigned char* to = group(c, 0);
     const int64_t padded = panels.depth.steps_per_group * panels.depth.step;
     constexpr int64_t per_quad = 4 / sizeof(Element);
-    for (int64_t k = 0; k < padded; k += per_quad) {
+    for (int64_t k = begin; k < padded; k += per_quad) {
       Element quad[per_quad];
       for (int64_t i = 0; i < per_quad; ++i) quad[i] = row != nullptr && k + i < w.k ? row[k + i] : Element{};
       std::memcpy(to + offset(k * static_cast<int64_t>(sizeof(Element)), c.lane), quad, 4);
+    }
+  }
+  // Rows of a whole half of a panel, whose quads at one k lie side by side: writing these at once is several times
+  // as fast as writing row by row, each quad to another line of the cache.
+  template <typename Element>
+  void put_half(Column first, const Element* rows, int64_t stride) const {
+    unsigned char* to = group(first, 0);
+    constexpr int64_t per_quad = 4 / sizeof(Element), at_once = kLanes * per_quad;
+    const int64_t padded = panels.depth.steps_per_group * panels.depth.step;
+    const int64_t whole = w.k / at_once * at_once;
+    for (int64_t k = 0; k < whole; k += at_once) {
+      for (int64_t quad = 0; quad < kLanes; ++quad) {
+        uint32_t line[kLanes];
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+          std::memcpy(&line[lane], rows + lane * stride + k + quad * per_quad, 4);
+        }
+        std::memcpy(to + offset((k + quad * per_quad) * static_cast<int64_t>(sizeof(Element)), first.lane), line,
+                    sizeof line);
+      }
+    }
+    if (whole == padded) return;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      put_plain(Column{first.panel, first.lane + lane}, rows + lane * stride, whole);
     }
   }
   // Dot products of bytes take one unsigned operand: without tiles, AVX-512 weights are stored as value + 128.
@@ -93,6 +116,25 @@ void each_output(const Weight& w, const PanelLayout& panels, int64_t begin, int6
   }
 }
 
+template <typename Element>
+void pack_plain(const Weight& w, int64_t begin, int64_t count, const Element* rows, int64_t stride) {
+  const Packer packer(w);
+  for (int64_t done = 0; done < count;) {
+    const int64_t output = begin + done;
+    const int64_t end = w.is_gated && output < w.n / 2 ? w.n / 2 : w.n;
+    const Column column = column_of(w, packer.panels, output);
+    // Not the last of all: behind it there may be lanes to fill with zeros.
+    if (column.lane % kLanes == 0 && count - done >= kLanes && end - output > kLanes) {
+      packer.put_half(column, rows + done * stride, stride);
+      done += kLanes;
+      continue;
+    }
+    each_output(w, packer.panels, output, 1, rows + done * stride, stride,
+                [&](Column c, int64_t, const Element* row) { packer.put_plain(c, row); });
+    ++done;
+  }
+}
+
 float from_bf16(const unsigned char* at) {
   uint16_t half;
   std::memcpy(&half, at, 2);
@@ -124,15 +166,11 @@ int64_t weight_bytes(WeightKind kind, int64_t n, int64_t k, int64_t group) {
 int64_t pack_granularity() { return linear::kPanel; }
 
 void pack_bf16(const Weight& w, int64_t begin, int64_t count, const uint16_t* rows, int64_t stride) {
-  const Packer packer(w);
-  linear::each_output(w, packer.panels, begin, count, rows, stride,
-                      [&](Column c, int64_t, const uint16_t* row) { packer.put_plain(c, row); });
+  linear::pack_plain(w, begin, count, rows, stride);
 }
 
 void pack_f32(const Weight& w, int64_t begin, int64_t count, const float* rows, int64_t stride) {
-  const Packer packer(w);
-  linear::each_output(w, packer.panels, begin, count, rows, stride,
-                      [&](Column c, int64_t, const float* row) { packer.put_plain(c, row); });
+  linear::pack_plain(w, begin, count, rows, stride);
 }
 
 void pack_int8(const Weight& w, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales) {

@@ -1,9 +1,12 @@
 """16-bit products in float32: what they compute, and from how many rows on."""
 
+import json
+
 import pytest
 import torch
 
 from sagellm.accel import Int8Quantizer, int8, widening
+from sagellm.accel.kept_rates import VARIABLE
 from sagellm.accel.widening import NEVER, Widening, widened_product, widening_for
 
 CPU = torch.device("cpu")
@@ -19,6 +22,7 @@ def measured(monkeypatch):
 
     monkeypatch.setattr(widening, "_best_s", best_s)
     monkeypatch.setattr(widening, "_measured", widening._measured.__wrapped__)
+    monkeypatch.setenv(VARIABLE, "off")
     return times
 
 
@@ -69,6 +73,39 @@ def test_equal_times_leave_the_weights_as_they_are(measured):
     assert widening_for(torch.float16, CPU).min_rows is None
 
 
+@pytest.mark.parametrize("best_s", [{64: (8.0, 2.0), 32: (1.0, 1.1)}, {64: (1.0, 2.0)}])
+def test_a_later_process_takes_what_was_measured(measured, monkeypatch, tmp_path, best_s):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "rates.json"))
+    measured |= best_s
+    found = widening_for(torch.bfloat16, CPU)
+    measured.clear()  # another measurement would fail
+    assert widening_for(torch.bfloat16, CPU) == found
+    with pytest.raises(KeyError):
+        widening_for(torch.float16, CPU)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"min_rows": 7},
+        {"min_rows": "64"},
+        {"widened_gflops": None},
+        {"direct_gflops": float("nan")},
+        {"direct_gflops": -1.0},
+        {"more": 1.0},
+    ],
+)
+def test_what_no_measurement_gives_is_measured_again(measured, monkeypatch, tmp_path, change):
+    path = tmp_path / "rates.json"
+    monkeypatch.setenv(VARIABLE, str(path))
+    measured |= {64: (1.0, 2.0)}
+    found = widening_for(torch.bfloat16, CPU)
+    ((key, figures),) = json.loads(path.read_text()).items()
+    path.write_text(json.dumps({key: figures | change}))
+    assert widening_for(torch.bfloat16, CPU) == found
+    assert json.loads(path.read_text()) == {key: figures}
+
+
 def test_neither_float32_nor_a_gpu_is_measured(measured):
     assert widening_for(torch.float32, CPU) is NEVER
     assert widening_for(torch.bfloat16, torch.device("cuda:0")) is NEVER
@@ -76,7 +113,7 @@ def test_neither_float32_nor_a_gpu_is_measured(measured):
 
 def test_measuring_leaves_the_number_of_threads_alone():
     before = torch.get_num_threads()
-    widening._measured.__wrapped__(torch.bfloat16)
+    widening._measure_alone(torch.bfloat16)
     assert torch.get_num_threads() == before
 
 

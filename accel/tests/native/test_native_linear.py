@@ -113,10 +113,10 @@ class Shape:
     has_bias: bool = False
 
 
-def _pack(library: NativeLibrary, kind: str, shape: Shape, seed: int = 0) -> Linear:
-    """A random weight, packed in two pieces as two threads would."""
+def _pack(library: NativeLibrary, kind: str, shape: Shape, *, piece: int | None = None) -> Linear:
+    """A random weight, packed in two pieces as two threads would, or in pieces of so many outputs."""
     functions = library.functions
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     n, k = shape.n, shape.k
     bias = random.standard_normal(n).astype(np.float32) if shape.has_bias else None
     scales = np.zeros(0, np.float32)
@@ -151,7 +151,10 @@ def _pack(library: NativeLibrary, kind: str, shape: Shape, seed: int = 0) -> Lin
     half = min(
         n, n // 2 // functions.sage_linear_pack_granularity() * functions.sage_linear_pack_granularity()
     )
-    for begin, end in ((half, n), (0, half)):
+    cuts = [(half, n), (0, half)]
+    if piece is not None:
+        cuts = [(begin, min(begin + piece, n)) for begin in range(0, n, piece)]
+    for begin, end in cuts:
         part, part_scales = np.ascontiguousarray(rows[begin:end]), np.ascontiguousarray(scales[begin:end])
         functions.sage_linear_pack(
             handle, ctypes.c_int64(begin), ctypes.c_int64(end - begin), part.ctypes.data_as(ctypes.c_void_p),
@@ -207,6 +210,23 @@ def test_a_product_is_that_of_the_rounded_operands(pack: Any, kind: str, shape: 
     linear = pack(kind, shape)
     x = _rows(num_rows, shape.k)
     _assert_near(linear, x, linear.multiply(x))
+
+
+@kinds
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("piece", [7, 24, 50])
+def test_pieces_that_begin_within_a_panel_are_packed_alike(
+    pack: Any, kind: str, piece: int, is_gated: bool
+) -> None:
+    shape = Shape(200, 90, is_gated=is_gated)
+    whole = pack(kind, shape)
+    pieces = _pack(whole.library, kind, shape, piece=piece)
+    try:
+        assert np.array_equal(pieces.unpacked(), whole.values)
+        x = _rows(5, shape.k)
+        assert np.array_equal(pieces.multiply(x), whole.multiply(x))
+    finally:
+        whole.library.functions.sage_linear_free(pieces.handle)
 
 
 @kinds

@@ -48,6 +48,7 @@ def sagellm_providers():
 def _quiet_place(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("SAGELLM_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("SAGELLM_RATES_FILE", "off")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
 

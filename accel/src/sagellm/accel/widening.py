@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 
 import torch
 from torch.nn import functional
 
+from sagellm.accel.kept_rates import KeptRates, Rates, machine_key, rates_file
 from sagellm.accel.row_padding import pad_rows
 from sagellm.accel.slices import row_slices
 
@@ -44,8 +45,9 @@ NEVER = Widening(min_rows=None)
 def widening_for(dtype: torch.dtype, device: torch.device) -> Widening:
     """Return from how many rows on weights of a dtype are widened on a device.
 
-    The first call for a 16-bit dtype on a CPU measures for up to 50 ms; the answer then stays for
-    the life of the process, so that equal steps are computed equally.
+    The first call for a 16-bit dtype on a CPU measures for up to 50 ms, unless an earlier process on this
+    machine has kept its answer (`kept_rates`); the answer then stays for the life of the process, so that
+    equal steps are computed equally.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return NEVER
@@ -107,6 +109,27 @@ def _float32_product() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
 
 @cache
 def _measured(dtype: torch.dtype) -> Widening:
+    """Return what an earlier process has kept, or measure and keep it."""
+    kept = KeptRates(rates_file(), machine_key())
+    what = f"widening of {dtype}"
+    rates = kept.get(what)
+    if rates is None or not _is_widening(rates):
+        found = _measure_alone(dtype)
+        kept.put(what, asdict(found))
+        return found
+    return Widening(**rates)  # type: ignore[arg-type]
+
+
+def _is_widening(rates: Rates) -> bool:
+    """Say whether kept figures are those of a widening: a file may hold anything."""
+    return (
+        rates.keys() == {field.name for field in fields(Widening)}
+        and rates["min_rows"] in (None, *_ROWS)
+        and None not in (rates["direct_gflops"], rates["widened_gflops"])
+    )
+
+
+def _measure_alone(dtype: torch.dtype) -> Widening:
     """Multiply some weights both ways, with fewer and fewer rows while widening wins.
 
     Uses one thread: several would wait for each other if another process occupied a core.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +15,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _PAGE_BYTES = 4096
 _PIECE_BYTES = 2 << 20  # a huge page
+_TOUCHED_AT_ONCE = 32 << 20  # few enough to stop soon, so many that the interpreter's lock is rarely needed
 
 
 def zeroed_pages(num_bytes: int) -> Bytes:
@@ -27,6 +31,78 @@ def zeroed_pages(num_bytes: int) -> Bytes:
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
+
+
+class WeightMemory:
+    """Memory of `zeroed_pages` that a thread allocates while modules are imported, for a model's weights.
+
+    The kernel clears a page when it is first touched, and a virtual machine's host may have to find it
+    first: up to 3 s per GiB, as long as all imports take. The thread does not hold the interpreter's lock
+    meanwhile.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_touched_bytes = num_bytes
+        self._memory = zeroed_pages(num_bytes + num_bytes // 8)  # packed matrices are padded
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._touch, name="sagellm-weight-memory")
+        self._thread.start()
+
+    def take(self, num_bytes: int) -> Bytes | None:
+        """Return so many bytes, once, all zero; None if there are fewer. What is left over is freed."""
+        self.stop()
+        memory, self._memory = self._memory, zeroed_pages(0)
+        if memory.nbytes < num_bytes:
+            return None
+        surplus = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        if surplus < memory.nbytes and isinstance(memory.base, memoryview):
+            mapping = memory.base.obj
+            assert isinstance(mapping, mmap.mmap), "zeroed_pages makes it of one"
+            mapping.madvise(mmap.MADV_DONTNEED, surplus)
+        return memory[:num_bytes]
+
+    def stop(self) -> None:
+        """End the thread. What it has not touched is allocated when it is written."""
+        self._is_stopped.set()
+        self._thread.join()
+
+    def _touch(self) -> None:
+        for begin in range(0, self._num_touched_bytes, _TOUCHED_AT_ONCE):
+            if self._is_stopped.is_set():
+                return
+            end = min(begin + _TOUCHED_AT_ONCE, self._num_touched_bytes)
+            # numpy lets go of the interpreter's lock; nobody else has the memory until `take` has ended this
+            self._memory[begin:end:_PAGE_BYTES] = 0
+
+
+_weight_memory: ContextVar[WeightMemory | None] = ContextVar("weight_memory", default=None)
+
+
+@contextmanager
+def weight_memory(num_bytes: int) -> Iterator[None]:
+    """Allocate memory on a thread for the weights of the model that the block loads.
+
+    `num_bytes` is an estimate: with less than the model takes, none of it is used. Where the kernel refuses,
+    the block runs without.
+    """
+    try:
+        ahead = WeightMemory(num_bytes)
+    except (OSError, MemoryError):
+        yield
+        return
+    token = _weight_memory.set(ahead)
+    try:
+        yield
+    finally:
+        _weight_memory.reset(token)
+        ahead.stop()
+
+
+def pages_for_weights(num_bytes: int) -> Bytes:
+    """Return zeros as `zeroed_pages` does, out of `weight_memory` if this is inside its block."""
+    ahead = _weight_memory.get()
+    taken = None if ahead is None or not num_bytes else ahead.take(num_bytes)
+    return zeroed_pages(num_bytes) if taken is None else taken
 
 
 class AllocatedAhead:

@@ -15,7 +15,7 @@ from sagellm.accel.int4 import Int4Quantizer
 from sagellm.accel.int8 import Int8Quantizer, IntegerQuantizer
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import NativeLibrary
-from sagellm.accel.native.memory import Bytes, zeroed_pages
+from sagellm.accel.native.memory import Bytes, pages_for_weights
 from sagellm.core import (
     CheckpointError,
     LinearSpec,
@@ -102,7 +102,7 @@ class WeightPacker:
 
     def __init__(self, library: NativeLibrary, weights: WeightSource, num_bytes: int) -> None:
         self._library, self._weights = library.functions, weights
-        self._memory, self._num_used = zeroed_pages(num_bytes), 0
+        self._memory, self._num_used = pages_for_weights(num_bytes), 0
         self._kept: list[Floats] = []
         self.num_parameters = 0
         self.num_bytes = 0

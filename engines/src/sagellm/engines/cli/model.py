@@ -16,6 +16,7 @@ from sagellm.engines.cli.status_line import status_line
 from sagellm.engines.cli.streams import as_text
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.embedded import EMBEDDED
+from sagellm.engines.head_start import weights_ahead, without_collections
 from sagellm.engines.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -61,9 +62,10 @@ def read_options(
 def start_engine(config: EngineConfig) -> LLMEngine:
     """Load the model and show progress meanwhile."""
     say_if_embedded(config.model.name)
-    with status_line("starting") if sys.stderr.isatty() else progress_bar("starting", total=0):
-        from sagellm.engines import LLMEngine
-    return LLMEngine(config)
+    with without_collections(), weights_ahead(config):
+        with status_line("starting") if sys.stderr.isatty() else progress_bar("starting", total=0):
+            from sagellm.engines import LLMEngine
+        return LLMEngine(config)
 
 
 def params_of(engine: LLMEngine, sampling: Mapping[str, Any]) -> SamplingParams:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sagellm.core import ConfigError, nearest
-from sagellm.engines.config.bounded_yaml import MAX_BYTES, YAMLSyntaxError, parse_yaml
 from sagellm.engines.config.schema import SECTIONS, EngineConfig, flat_to_dotted
 from sagellm.engines.config.settings import ALL_NAMES, flag_of
 from sagellm.engines.config.shown import shown
@@ -105,6 +104,8 @@ def _existing_files(named: Path | None, environ: Mapping[str, str], directory: P
 
 
 def _file_layer(path: Path) -> _Layer:
+    from sagellm.engines.config.bounded_yaml import MAX_BYTES, YAMLSyntaxError, parse_yaml
+
     try:
         with open(path, "rb") as file:
             content = parse_yaml(file.read(MAX_BYTES + 1).decode("utf-8"))

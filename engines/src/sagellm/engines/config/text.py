@@ -7,7 +7,6 @@ from typing import Any, get_origin
 from pydantic.fields import FieldInfo
 
 from sagellm.core import ConfigError
-from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
 from sagellm.engines.config.explain import kind_of, with_flat_name
 from sagellm.engines.config.schema import PROVIDER_KINDS, SECTIONS
 
@@ -41,15 +40,20 @@ def parse_text(key: str, text: str) -> Any:
         return None
     if kind is bool:
         return _BOOLEANS.get(text.strip().lower(), text)
+    if get_origin(kind) is tuple and key not in PROVIDER_KINDS:
+        return _parse_list(key, text)
     try:
-        if kind in (int, float):
-            return kind(text)
-        if get_origin(kind) is tuple and key not in PROVIDER_KINDS:
-            return parse_yaml(text)
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        return text
+
+
+def _parse_list(key: str, text: str) -> Any:
+    from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
+
+    try:
+        return parse_yaml(text)
     except YAMLSyntaxError:
         return text
     except ConfigError as error:
         raise ConfigError(f"{with_flat_name(key)} cannot be read: {error}") from error
-    except ValueError:
-        return text
-    return text

@@ -152,6 +152,13 @@ def files_in(path: Path) -> str:
     return first_few(sorted(file.name for file in path.iterdir())) or "no files"
 
 
+def weight_files(path: Path) -> list[Path]:
+    """Return the files of weights that a directory should have. Raises CheckpointError for a bad index."""
+    if (path / SINGLE).exists() or not (path / INDEX).exists():
+        return [path / SINGLE]
+    return [path / PurePath(name).name for name in sorted(set(read_weight_map(path).values()))]
+
+
 def missing_shards(path: Path) -> str | None:
     """Say which weight files of its index a directory lacks, or None. Raises CheckpointError."""
     files = sorted(set(read_weight_map(path).values()))

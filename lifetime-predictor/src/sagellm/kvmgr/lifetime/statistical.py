@@ -164,14 +164,14 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         """Log the error, and when predictions become or cease to be worse than always the same one."""
         found = self.metrics()
         if found.mae_tokens is None or found.median_mae_tokens is None:
-            _logger.info("%d sequences have ended, and none had a prediction to score", self._scores.num_updates)
+            _logger.info("%d sequences have ended, and none had a prediction to score", found.num_updates)
             return
         is_worse = found.mae_tokens > found.median_mae_tokens
         _logger.log(
             logging.DEBUG if is_worse == self._is_worse_than_median else logging.INFO,
             "%d sequences have ended; the mean error of predictions is %.1f tokens, %s the %.1f of always "
             "predicting the median%s",
-            self._scores.num_updates,
+            found.num_updates,
             found.mae_tokens,
             "above" if is_worse else "not above",
             found.median_mae_tokens,

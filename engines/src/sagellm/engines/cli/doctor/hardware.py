@@ -102,9 +102,10 @@ def _compare_with_load(section: Section, num_threads: int, limit: float | None) 
 
 
 def examine_products(context: ExaminationContext) -> Section:
-    """Measure whether this CPU multiplies 16-bit weights faster directly or widened to float32."""
+    """Say whether this CPU multiplies 16-bit weights faster directly or widened to float32, measured once."""
     import torch
 
+    from sagellm.accel.kept_rates import rates_file
     from sagellm.accel.widening import widening_for
 
     section = Section("products")
@@ -114,6 +115,7 @@ def examine_products(context: ExaminationContext) -> Section:
         rates = f"{found.direct_gflops:.0f} GFLOP/s per core, widened to float32 {found.widened_gflops:.0f}"
         used = "never" if found.min_rows is None else f"from {found.min_rows} rows on"
         section.facts[f"{name} weights"] = f"{rates}; widened {used}"
+    section.facts["rates are kept in"] = str(rates_file() or "no file")
     return section
 
 
