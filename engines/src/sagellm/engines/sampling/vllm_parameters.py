@@ -8,7 +8,7 @@ from typing import Any
 from sagellm.core.errors import InvalidRequestError
 from sagellm.engines.config.vllm_names import VLLMSetting
 
-_GRAMMAR = "output cannot be held to a grammar; leave it out"
+_GRAMMAR = "structured output is not supported; leave it out"
 _BEAMS = "there is no beam search among sampling parameters; call LLMEngine.beam_search"
 _NO_EFFECT = "leave it out"
 
