@@ -15,7 +15,7 @@ from sagellm.core.testing import RankingEvictionPolicyContract
 from sagellm.kvmgr.eviction import ReuseEvictionPolicy
 from sagellm.kvmgr.eviction.return_model import ReturnModel, ReturnModels, TurnFacts
 from sagellm.kvmgr.eviction.return_ranking import END, LEFT_BEHIND, LIVE, Place, ReturnRanking, Worth
-from sagellm.kvmgr.eviction.shadows import Duel, Turn
+from sagellm.kvmgr.eviction.shadows import Duel, Stretch, Turn
 
 SECOND = 1_000_000_000
 
@@ -211,6 +211,28 @@ def test_what_is_remembered_of_evicted_prompts_is_bounded():
         if len(held) > 8:
             policy.on_remove(held.pop(0))
     assert num_turns_in_memory() - num_before < 16_500
+
+
+def test_what_is_forgotten_is_freed_without_the_collector():
+    policy = ReuseEvictionPolicy()
+    cache = Cache(policy)
+    policy._is_full = True
+    random, held = Random(0), [cache.insert(0)]
+    beginning = held[0]
+    gc.collect()
+    gc.disable()
+    try:
+        num_before = sum(isinstance(each, (Turn, Stretch)) for each in gc.get_objects())
+        for second in range(1, 30_000):
+            above = held[-1] if second % 3 == 1 else beginning
+            cache.hit(second, above)
+            held.append(cache.insert(second, above))
+            if len(held) > 8:
+                policy.on_remove(held.pop(random.randrange(1, 3)))
+        num_after = sum(isinstance(each, (Turn, Stretch)) for each in gc.get_objects())
+    finally:
+        gc.enable()
+    assert num_after - num_before < 2.5 * 8_192
 
 
 def follow_what_was_learnt(policy: ReuseEvictionPolicy) -> None:

@@ -48,7 +48,15 @@ class _Known:
 
     node: CachedNode
     above: _Known | None = field(repr=False)
-    turn: Turn | None  # the newest one whose path it is on
+    turn: Turn | None = None  # the newest one whose path it is on
+
+    def give(self, turn: Turn | None) -> None:
+        """Let it belong to a turn."""
+        former, self.turn = self.turn, turn
+        if turn is not None:
+            turn.num_nodes += 1
+        if former is not None:
+            former.drop()
 
 
 class ReuseEvictionPolicy(EvictionPolicyProtocol):
@@ -98,11 +106,11 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         above = None if node.parent_id is None else self._known.get(node.parent_id)
         if not self._block:
             self._block = max(1, (node.depth - (0 if above is None else above.node.depth)) // node.num_blocks)
-        known = self._known[node.node_id] = _Known(node, above, None)
+        known = self._known[node.node_id] = _Known(node, above)
         before = None if above is None else above.turn
         if before is not None and above is not None and _is_same_request(before, above.node):
             self._lengthen(known, before)
-            known.turn = before
+            known.give(before)
             return
         self._begin_turn(known, now_s)
 
@@ -111,8 +119,9 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         self._metrics.num_inserted += 1
         whole = self._known.get(lower.node_id)
         above = None if whole is None else whole.above
-        known = self._known[upper.node_id] = _Known(upper, above, None if whole is None else whole.turn)
+        known = self._known[upper.node_id] = _Known(upper, above)
         if whole is not None:
+            known.give(whole.turn)
             whole.above = known
 
     def on_resize(self, node: CachedNode, num_more: int) -> None:
@@ -245,7 +254,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         if turn is not None:
             self._gone[node.node_id] = turn
             if len(self._gone) > _MAX_GONE:
-                self._gone.popitem(last=False)
+                self._gone.popitem(last=False)[1].drop()
 
     def _lengthen(self, known: _Known, turn: Turn) -> None:
         """Assign the blocks that a request generates to its turn."""
@@ -314,9 +323,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     def _use_of(self, stretch: Stretch, previous: Turn | None, now_s: float) -> Turn:
         """Create the next use of a stretch that conversations share."""
         depth = stretch.end * self._block
-        turn = self._learn_turn(previous, depth, depth, now_s, is_shared=True)
-        turn.stretch = stretch
-        return turn
+        return self._learn_turn(previous, depth, depth, now_s, is_shared=True)
 
     def _learn_turn(
         self, previous: Turn | None, agreed: int, depth: int, now_s: float, *, is_shared: bool
@@ -366,10 +373,15 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         """Assign the nodes of a path to a turn or, where they are shared, to their newest use."""
         shared = [step for step in path if step.shared is not None]  # the deepest first
         step: _Known | None = known
+        common: Stretch | None = None
         while step is not None:
             while shared and step.node.depth <= shared[0].end * self._block:
-                turn = shared.pop(0).shared
-            step.turn = turn or step.turn
+                common = shared.pop(0)
+                turn = common.shared
+            if turn is not None:
+                if common is not None:
+                    turn.end_in(common)
+                step.give(turn)
             step = step.above
 
 

@@ -34,11 +34,23 @@ class Turn:
     is_continued: bool = False
     is_cut: bool = False  # its end was given up
     is_shared: bool = False
-    stretch: Stretch | None = field(default=None, repr=False)  # in which its prompt ends
+    stretch: Stretch | None = field(default=None, repr=False)  # in which its prompt ends, while a node has it
+    stretch_number: int = 0
+    num_nodes: int = 0  # cached or remembered, whose turn it is
 
     def place(self, rank: int) -> Place:
         """Return the place in the ranking of leaves whose newest turn this is."""
         return Place.of(rank, self.chance, self.scale_s, self.time_s, is_shared=self.is_shared)
+
+    def end_in(self, stretch: Stretch) -> None:
+        """Let its prompt end in a stretch."""
+        self.stretch, self.stretch_number = stretch, stretch.number
+
+    def drop(self) -> None:
+        """Count one node less. The last one lets go of its path, which refers back to it."""
+        self.num_nodes -= 1
+        if not self.num_nodes:
+            self.stretch = None
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +111,7 @@ class Shadows:
             path.insert(0, Stretch(next(self._numbers), above, known, depth, turn, [known, known]))
         if path:
             if turn is not None:
-                turn.stretch = path[0]
+                turn.end_in(path[0])
             for step in path:
                 turn = step.shared or turn
                 step.turn = turn or step.turn
@@ -213,7 +225,8 @@ class Shadows:
         turn = stretch.turn
         if turn.is_continued:
             return LEFT_BEHIND
-        is_end = turn.stretch is stretch and not (turn.is_shared or stretch.is_cut) and stretch.num_blocks > 1
+        is_end = turn.stretch_number == stretch.number and not (turn.is_shared or stretch.is_cut)
+        is_end = is_end and stretch.num_blocks > 1
         return END if is_end and self._gives_up_ends() else LIVE
 
 
