@@ -38,6 +38,7 @@ NOT_RUN = {
     "python benchmarks/kv_micro.py --peer vllm=ENV/bin/python --peer sglang=ENV/bin/python:DIR": PEERS,
     "python benchmarks/reference_experiment.py --peer vllm=ENV/bin/python --out DIR": PEERS,
     "python benchmarks/host_step.py --peer vllm=ENV/bin/python": PEERS,
+    "python benchmarks/first_byte.py MODEL --peer llamacpp=ENV/bin/python": PEERS,
     "python benchmarks/forward_peers.py MODEL --peer vllm=ENV/bin/python --peer llamacpp=ENV/bin/python "
     "--peer transformers": PEERS,
     "sage llm benchmark --model MODEL --workload mixed --duration 300 --num-blocks 2000 "

@@ -235,11 +235,11 @@ def test_how_16_bit_weights_are_multiplied_is_told(monkeypatch):
         "torch.float16": widening.Widening(min_rows=None, direct_gflops=200.0, widened_gflops=60.0),
     }
     monkeypatch.setattr(widening, "_measured", lambda dtype: found[str(dtype)])
-    monkeypatch.setenv("SAGELLM_RATES_FILE", "/home/me/rates.json")
+    monkeypatch.setenv("SAGELLM_RATES_FILE", "/cache/rates.json")
     assert hardware.examine_products(context_with()).facts == {
         "bfloat16 weights": "7 GFLOP/s per core, widened to float32 35; widened from 4 rows on",
         "float16 weights": "200 GFLOP/s per core, widened to float32 60; widened never",
-        "rates are kept in": "/home/me/rates.json",
+        "rates are kept in": "/cache/rates.json",
     }
 
 
