@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, distributions, packages_dis
 import pytest
 from suite import ROOT
 
-PACKAGES = sorted(path.parent.parent.name for path in ROOT.glob("*/src/sagellm"))
+PACKAGES = sorted({path.parent.parent.parent.name for path in ROOT.glob("*/src/sagellm/*/")})
 OURS = {
     entry_point.value.removesuffix(".plugin"): distribution.name
     for distribution in distributions()
