@@ -73,9 +73,10 @@ class _Group(Generic[_Leaf]):
     heap per end, and the ranking knows which heap entries are stale.
     """
 
-    __slots__ = ("chance", "claims", "heaps", "is_shared", "newest_s", "queue", "rank", "scale_s")
+    __slots__ = ("chance", "claims", "heaps", "is_shared", "name", "newest_s", "queue", "rank", "scale_s")
 
     def __init__(self, name: _GroupName) -> None:
+        self.name = name
         self.rank, self.is_shared = name[:2]
         self.chance = (name[2] + 0.5) / _CHANCES
         self.scale_s = math.exp(name[3] / _SCALES_AN_E_FOLD)
@@ -200,7 +201,8 @@ class ReturnRanking(Generic[_Leaf]):
 
     def _best(self, now_s: float) -> _Claim[_Leaf] | None:
         """Return the first valid claim."""
-        if self._version != self._model.version or len(self._heap) > 8 * len(self._groups) + _MAX_STALE:
+        num_waiting = max(len(self._heap), len(self._changes))
+        if self._version != self._model.version or num_waiting > 8 * len(self._groups) + _MAX_STALE:
             self._build(now_s)
         changes, heap, live = self._changes, self._heap, self._live
         while changes and changes[0][0] <= now_s:
@@ -220,6 +222,8 @@ class ReturnRanking(Generic[_Leaf]):
             group.claims[side] = None
             if found is not None:
                 self._claim(group, side, now_s)
+            elif group.claims[1] is group.claims[-1] is None:
+                self._groups.pop(group.name, None)  # it is empty
         return None
 
     def _build(self, now_s: float) -> None:
