@@ -72,7 +72,10 @@ class KeptRates:
         entries.pop(self._key(what), None)  # the latest comes last
         entries[self._key(what)] = dict(rates)
         text = json.dumps(dict(list(entries.items())[-_MAX_ENTRIES:]), indent=1)
-        with suppress(OSError), NamedTemporaryFile("w", encoding="utf-8", dir=self._path.parent, delete=False) as file:
+        with (
+            suppress(OSError),
+            NamedTemporaryFile("w", encoding="utf-8", dir=self._path.parent, delete=False) as file,
+        ):
             try:
                 file.write(text)
                 file.close()
