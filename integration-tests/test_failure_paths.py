@@ -11,7 +11,11 @@ from importlib.metadata import PackageNotFoundError, distributions, packages_dis
 import pytest
 from suite import ROOT
 
-PACKAGES = sorted({path.parent.parent.parent.name for path in ROOT.glob("*/src/sagellm/*/")})
+PACKAGES = sorted(
+    path.parent.parent.name
+    for path in ROOT.glob("*/src/sagellm")
+    if not (path / "__init__.py").exists()  # the meta-package
+)
 OURS = {
     entry_point.value.removesuffix(".plugin"): distribution.name
     for distribution in distributions()
