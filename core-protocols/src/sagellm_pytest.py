@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _deselected_by_default(item: pytest.Item) -> frozenset[str] | None:
-    """Return the marks of which a test runs only if asked for; None for a test that is none of ours."""
+    """Return the marks that keep a test from running unless asked for; None if it is not one of ours."""
     return _LONG_OF_THE_KIT if _is_of_the_kit(item) else _marks_named_for(item.path.parent)
 
 

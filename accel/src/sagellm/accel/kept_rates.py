@@ -40,7 +40,7 @@ def rates_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     if named:
         return None if named == "off" else Path(named)
     base = environ.get("XDG_CACHE_HOME")
-    with suppress(RuntimeError):  # there is no home
+    with suppress(RuntimeError):  # the user has no home folder
         return (Path(base) if base else Path.home() / ".cache") / "sagellm" / "rates.json"
     return None
 

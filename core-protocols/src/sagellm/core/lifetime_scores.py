@@ -58,8 +58,8 @@ class LifetimeScores:
 def predicted_length(request: PredictionRequest, prediction: LifetimePrediction) -> float | None:
     """Return the whole output's predicted length, None if the prediction is not to be scored.
 
-    That is one of the whole limit with confidence 0, by which predictors say that they know nothing, and
-    one that is no number of tokens.
+    Not scored are the whole limit with confidence 0, by which predictors say that they know nothing, and a
+    length that is negative, infinite or not a number.
     """
     length = request.current_length + prediction.remaining_length
     knows_nothing = prediction.confidence == 0 and length >= request.max_length

@@ -23,6 +23,20 @@ _POLLED = OPEN_PATHS | {METRICS_PATH}
 _MAX_SHOWN = 100  # characters of a path or an id, which callers choose
 
 
+class NotedStatus:
+    """An ASGI `send` that keeps the status of the answer, 0 until it begins."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        """Pass a message on."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+
 class AccessLog:
     """ASGI middleware around all others: refused requests are logged too.
 
@@ -41,17 +55,11 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
-        status = 0
-
-        async def note_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        noted = NotedStatus(send)
         try:
-            await self._app(scope, receive, note_status)
+            await self._app(scope, receive, noted)
         finally:
+            status = noted.status
             is_polled = scope["path"] in _POLLED and 200 <= status < 300
             level = logging.DEBUG if is_polled else logging.INFO
             seconds = time.perf_counter() - started

@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 
 from sagellm.core import ConfigError
 from sagellm.engines import __version__
+from sagellm.engines.http.access_log import NotedStatus
 from sagellm.engines.http.answer_ids import CHAT, COMPLETION
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from sagellm.engines.config.sections import ServerConfig
     from sagellm.engines.http.metrics import RequestTimer
@@ -205,15 +206,8 @@ class SpanMiddleware:
             return
         span = self._spans.start(scope)
         scope.setdefault("state", {})["trace_id"] = f"{span.get_span_context().trace_id:032x}"
-        status = 0
-
-        async def note_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        noted = NotedStatus(send)
         try:
-            await self._app(scope, receive, note_status)
+            await self._app(scope, receive, noted)
         finally:
-            self._spans.end(span, scope, scope["state"].get("status", status))
+            self._spans.end(span, scope, scope["state"].get("status", noted.status))
