@@ -34,6 +34,7 @@ NOT_RUN = {
     "hatch run full": SUITE,
     ".ci/run": SUITE,
     "python benchmarks/tenants.py": MINUTES,
+    "python benchmarks/spans.py": MINUTES,
     "python benchmarks/long_prompt.py MODEL": MINUTES,
     "python benchmarks/kv_micro.py --peer vllm=ENV/bin/python --peer sglang=ENV/bin/python:DIR": PEERS,
     "python benchmarks/reference_experiment.py --peer vllm=ENV/bin/python --out DIR": PEERS,

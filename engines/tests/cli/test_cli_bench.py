@@ -204,7 +204,7 @@ def test_startup_of_a_small_model(sage, checkpoint):
 @pytest.mark.full
 def test_a_start_that_fails_says_why(sage, tmp_path):
     result = sage("llm", "bench", "startup", "--model", tmp_path / "absent", "--warmup", "0")
-    assert (result.code, "there is no directory" in result.err) == (1, True), result.err
+    assert (result.code, "is neither a directory nor a hub id" in result.err) == (1, True), result.err
 
 
 def test_the_source_spellings_of_benchmark_are_ours():

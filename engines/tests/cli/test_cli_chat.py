@@ -98,7 +98,7 @@ def test_commands_change_the_conversation(engine, tmp_path):
     )
     told = session.terminal.texts("told")
     assert told[:5] == [
-        "there is no system message",
+        "no system message is set",
         "there is nothing to undo",
         "the system message is set",
         "Be brief.",
@@ -168,7 +168,7 @@ def test_the_last_question_is_answered_again(engine):
     session = converse(engine, "/regen", "Hello", "Is it far?", "/regen", params=params)
     first, second = session.conversation.turns
     assert [turn.question.content for turn in (first, second)] == ["Hello", "Is it far?"]
-    assert session.terminal.texts("told") == ["there is no question to answer again"]
+    assert session.terminal.texts("told") == ["nothing has been asked yet"]
     assert len(session.terminal.texts("whispered")) == 3, "three answers"
     assert "the same answer" in converse(engine, "Hello", "/regen").terminal.texts("whispered")[1]
 

@@ -219,9 +219,10 @@ def test_a_body_that_drips_does_not_stall_but_still_times_out(pause_s, ended_s, 
         sent.append(message)
 
     async def use():
-        gate = BodyGate(None, timeout_s=30, stall_timeout_s=2.5)
+        gate = BodyGate(None, paths=("/tokenize",), timeout_s=30, stall_timeout_s=2.5)
         headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "headers": headers, "state": {"tenant": Tenant("a")}}
+        state = {"tenant": Tenant("a")}
+        scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": headers, "state": state}
         await gate(scope, receive, send)
         return asyncio.get_running_loop().time()
 

@@ -33,7 +33,7 @@ def ask(server):
 def test_a_path_of_another_api_is_told_which_and_what_to_use(ask, path, owner, instead):
     error = ask(path)
     assert error["code"] == "no_such_path"
-    assert error["message"].startswith(f"there is no path {path}: it belongs to {owner}, ")
+    assert error["message"].startswith(f"this server has no path {path}, which belongs to {owner};")
     assert error["message"].endswith(f"; {instead}")
 
 
@@ -45,12 +45,12 @@ def test_what_to_use_is_served(server):
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/"])
 def test_a_base_address_with_a_mistake_is_told_the_nearest_path(ask, path):
-    assert f"there is no path {path}. Did you mean '/v1/chat/completions'?" in ask(path)["message"]
+    assert f"this server has no path {path}. Did you mean '/v1/chat/completions'?" in ask(path)["message"]
 
 
 def test_any_other_path_is_told_all_that_are_served(server, ask):
     message = ask("/nothing")["message"]
-    assert message.startswith("there is no path /nothing. This server has GET /, ")
+    assert message.startswith("this server has no path /nothing. It has GET /, ")
     for path, method in served_paths(server.app.routes).items():
         assert f"{method} {path}" in message
 
@@ -65,3 +65,12 @@ def test_a_path_cannot_forge_an_answer(ask, path):
 def test_a_model_that_is_not_served_is_no_wrong_path(ask):
     error = ask("/v1/models/other")
     assert (error["code"], "this server has small" in error["message"]) == ("model_not_found", True)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "code"),
+    [("/v1/messages", 404, "no_such_path"), ("/version", 405, "wrong_method"), ("/tokenize", 415, None)],
+)
+def test_a_form_is_told_of_its_wrong_path_before_its_type(server, path, status, code):
+    answer = server.http.post(path, data={"model": "small"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code or "unsupported_media_type")

@@ -71,10 +71,11 @@ def create_app(
         names[0], needs_key=bool(settings.api_keys), has_template=service.encoder.has_template
     )
     _add_probes(app, service)
-    _add_routes(app, service, start_page)
+    paths = _add_routes(app, service, start_page)
     app.add_exception_handler(HTTPException, _answer)
     app.add_middleware(
         BodyGate,
+        paths=paths,
         timeout_s=settings.body_timeout,
         stall_timeout_s=settings.body_stall_timeout,
         is_shared=len(keys.quotas) > 1,
@@ -89,7 +90,8 @@ def create_app(
     return app
 
 
-def _add_routes(app: FastAPI, service: Service, start_page: StartPage) -> None:
+def _add_routes(app: FastAPI, service: Service, start_page: StartPage) -> frozenset[str]:
+    """Add the endpoints of users; return the paths of those that take a body."""
     models = [_model(name, service.front.max_model_len) for name in service.model_names]
 
     async def list_models(_: Request) -> Response:
@@ -117,6 +119,7 @@ def _add_routes(app: FastAPI, service: Service, start_page: StartPage) -> None:
     }
     for path, application in posts.items():
         app.add_route(path, application, methods=["POST"])  # type: ignore[arg-type]
+    return frozenset(posts)
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:

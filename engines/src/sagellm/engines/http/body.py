@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
+from collections.abc import Collection
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,6 @@ MAX_PARAMETERS = 256
 TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+"?+){0,4096}+([\[\]{}]?)', re.DOTALL)
 BRACKET_STEPS = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.DOTALL)
-_WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 
 class HeldBody:
@@ -74,13 +74,21 @@ class HeldBody:
 class BodyGate:
     """ASGI middleware that leaves the body of a POST in `scope["state"]["body"]`, or answers itself.
 
+    It reads those of `paths` alone; what the routing refuses is told that first.
     If tenants share the server, bodies of one may hold as many bytes as they leave free, at least one body.
     """
 
     def __init__(
-        self, app: ASGIApp, *, timeout_s: float, stall_timeout_s: float, is_shared: bool = False
+        self,
+        app: ASGIApp,
+        *,
+        paths: Collection[str],
+        timeout_s: float,
+        stall_timeout_s: float,
+        is_shared: bool = False,
     ) -> None:
         self._app = app
+        self._paths = paths
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self.is_shared = is_shared
@@ -89,7 +97,7 @@ class BodyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body and go on, or answer 408, 413, 415, 429 or 400."""
-        if scope["type"] != "http" or scope["method"] not in _WITH_BODY:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
         body = scope["state"]["body"] = HeldBody(self, scope["state"]["tenant"].name)

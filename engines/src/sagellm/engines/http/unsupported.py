@@ -13,7 +13,7 @@ _TOOLS = "this server has no tool parser"
 _GRAMMAR = "structured output is not supported"
 _TEXT = "the models here read and write text"
 _STORE = "nothing is stored"
-_BEAMS = "there is no beam search"
+_BEAMS = "the server has no beam search; LLMEngine.beam_search does it in Python"
 _CODE = "no code or template comes from a request"
 
 

@@ -73,11 +73,11 @@ def no_such_path(path: str, served: Mapping[str, str]) -> APIError:
     if foreign is None:
         there = ", ".join(f"{method} {each}" for each, method in sorted(served.items()))
         near = nearest(asked, [each for each in served if len(each) >= _MIN_CHARACTERS])
-        told = f"there is no path {asked}.{near} This server has {there}"
+        told = f"this server has no path {asked}.{near} It has {there}"
     else:
         owner, instead = foreign
         advice = f"use {instead}" if instead else "it generates text from text"
-        told = f"there is no path {asked}: it belongs to {owner}, which this server does not have; {advice}"
+        told = f"this server has no path {asked}, which belongs to {owner}; {advice}"
     return APIError(404, told, code="no_such_path")
 
 

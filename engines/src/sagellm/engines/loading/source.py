@@ -83,7 +83,7 @@ def resolve_source(
     if path.exists():
         raise CheckpointError(f"{text} is a file; give the directory that holds config.json and the weights")
     if not is_hub_id(text):
-        raise CheckpointError(f"there is no directory {text!r}, and it is not a hub id (organisation/name)")
+        raise CheckpointError(f"{text!r} is neither a directory nor a hub id (organisation/name)")
     model = _HubModel(
         repo_id=text, revision=revision, cache_dir=cache_dir, endpoint=endpoint, has_weights=has_weights
     )

@@ -36,7 +36,7 @@ def run_command(line: str, conversation: Conversation) -> Outcome:
     command = _COMMANDS.get(name)
     if command is None:
         hint = nearest(name, [*_COMMANDS, *_EXITS])
-        return Outcome(f"there is no command {name}; /help lists them.{hint}")
+        return Outcome(f"unknown command {name}; /help lists the commands.{hint}")
     return command(conversation, rest[0].strip() if rest else "")
 
 
@@ -61,7 +61,7 @@ def _reset(conversation: Conversation, _argument: str) -> Outcome:
 
 def _system(conversation: Conversation, text: str) -> Outcome:
     if not text:
-        return Outcome(conversation.system or "there is no system message")
+        return Outcome(conversation.system or "no system message is set")
     conversation.system = text
     return Outcome("the system message is set")
 
@@ -75,7 +75,7 @@ def _undo(conversation: Conversation, _argument: str) -> Outcome:
 
 def _regen(conversation: Conversation, _argument: str) -> Outcome:
     if not conversation.turns:
-        return Outcome("there is no question to answer again")
+        return Outcome("nothing has been asked yet")
     return Outcome(question=conversation.turns.pop().question.content)
 
 
