@@ -235,6 +235,29 @@ def test_what_is_forgotten_is_freed_without_the_collector():
     assert num_after - num_before < 2.5 * 8_192
 
 
+class Sure:
+    """Knows that conversations return, but for those of the lowest chance."""
+
+    version = 0
+
+    def worth(self, chance, scale_s, age_s, *, is_shared):
+        return Worth(float(chance > 0.1), -math.inf, math.inf)
+
+
+def test_groups_whose_leaves_all_came_back_are_forgotten():
+    ranking = ReturnRanking(Sure())
+    worst = CachedNode(node_id=NodeId(1), num_blocks=1, depth=1, created_ns=0, last_access_ns=0)
+    ranking.add(1, worst, Place.of(LIVE, 0.0, 1.0, 0.0), 0.0)
+    random, most = Random(0), 0
+    for second in range(1, 5_000):
+        place = Place.of(LIVE, random.uniform(0.2, 1), math.exp(random.uniform(-5, 10)), second)
+        ranking.add(2, worst, place, second)
+        ranking.discard(2)
+        assert ranking.first(second) is worst
+        most = max(most, len(ranking._groups))
+    assert most < 300
+
+
 def follow_what_was_learnt(policy: ReuseEvictionPolicy) -> None:
     policy._duel.is_won = True
 

@@ -202,7 +202,8 @@ class ReturnRanking(Generic[_Leaf]):
     def _best(self, now_s: float) -> _Claim[_Leaf] | None:
         """Return the first valid claim."""
         num_waiting = max(len(self._heap), len(self._changes))
-        if self._version != self._model.version or num_waiting > 8 * len(self._groups) + _MAX_STALE:
+        is_old = self._version != self._model.version or self._has_empty_groups
+        if is_old or num_waiting > 8 * len(self._groups) + _MAX_STALE:
             self._build(now_s)
         changes, heap, live = self._changes, self._heap, self._live
         while changes and changes[0][0] <= now_s:
@@ -226,11 +227,16 @@ class ReturnRanking(Generic[_Leaf]):
                 self._groups.pop(group.name, None)  # it is empty
         return None
 
+    @property
+    def _has_empty_groups(self) -> bool:
+        """Whether many groups have no leaf: all of theirs came back before their room was worth least."""
+        return len(self._groups) > 2 * len(self._live) + _MAX_STALE
+
     def _build(self, now_s: float) -> None:
-        """Rebuild the order of ends. O(groups), and O(entries of heaps) if too many entries are stale."""
+        """Rebuild the order of ends. O(groups), and O(entries of heaps) if too much is stale."""
         self._version = self._model.version
         self._heap, self._changes = [], []
-        if self._num_heaped > 3 * len(self._live) + _MAX_STALE:
+        if self._has_empty_groups or self._num_heaped > 3 * len(self._live) + _MAX_STALE:
             self._num_heaped = 0
             for group in self._groups.values():
                 for side, heap in group.heaps.items():
