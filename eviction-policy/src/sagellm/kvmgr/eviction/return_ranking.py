@@ -73,10 +73,22 @@ class _Group(Generic[_Leaf]):
     heap per end, and the ranking knows which heap entries are stale.
     """
 
-    __slots__ = ("chance", "claims", "heaps", "is_shared", "name", "newest_s", "queue", "rank", "scale_s")
+    __slots__ = (
+        "chance",
+        "claims",
+        "heaps",
+        "is_shared",
+        "name",
+        "newest_s",
+        "num_leaves",
+        "queue",
+        "rank",
+        "scale_s",
+    )
 
     def __init__(self, name: _GroupName) -> None:
         self.name = name
+        self.num_leaves = 0
         self.rank, self.is_shared = name[:2]
         self.chance = (name[2] + 0.5) / _CHANCES
         self.scale_s = math.exp(name[3] / _SCALES_AN_E_FOLD)
@@ -154,6 +166,7 @@ class ReturnRanking(Generic[_Leaf]):
         if group is None:
             group = self._groups[name] = _Group(name)
         entry = self._live[leaf_id] = (time_s, leaf_id, leaf, group)
+        group.num_leaves += 1
         self._num_heaped += group.add(entry)
         age_s = now_s - time_s
         for side, claim in group.claims.items():
@@ -165,8 +178,15 @@ class ReturnRanking(Generic[_Leaf]):
     def discard(self, leaf_id: int) -> None:
         """Remove a leaf, if present."""
         entry = self._live.pop(leaf_id, None)
-        if entry is not None:
-            entry[3].queue.pop(leaf_id, None)
+        if entry is None:
+            return
+        group = entry[3]
+        group.queue.pop(leaf_id, None)
+        group.num_leaves -= 1
+        if not group.num_leaves:
+            del self._groups[group.name]
+            group.claims = dict.fromkeys(_SIDES)
+            self._num_heaped -= len(group.heaps[1])
 
     def first(self, now_s: float) -> _Leaf | None:
         """Return the leaf whose room earns least now."""
@@ -202,8 +222,7 @@ class ReturnRanking(Generic[_Leaf]):
     def _best(self, now_s: float) -> _Claim[_Leaf] | None:
         """Return the first valid claim."""
         num_waiting = max(len(self._heap), len(self._changes))
-        is_old = self._version != self._model.version or self._has_empty_groups
-        if is_old or num_waiting > 8 * len(self._groups) + _MAX_STALE:
+        if self._version != self._model.version or num_waiting > 8 * len(self._groups) + _MAX_STALE:
             self._build(now_s)
         changes, heap, live = self._changes, self._heap, self._live
         while changes and changes[0][0] <= now_s:
@@ -221,29 +240,20 @@ class ReturnRanking(Generic[_Leaf]):
                 return claim
             heappop(heap)
             group.claims[side] = None
-            if found is not None:
-                self._claim(group, side, now_s)
-            elif group.claims[1] is group.claims[-1] is None:
-                self._groups.pop(group.name, None)  # it is empty
+            self._claim(group, side, now_s)
         return None
 
-    @property
-    def _has_empty_groups(self) -> bool:
-        """Whether many groups have no leaf: all of theirs came back before their room was worth least."""
-        return len(self._groups) > 2 * len(self._live) + _MAX_STALE
-
     def _build(self, now_s: float) -> None:
-        """Rebuild the order of ends. O(groups), and O(entries of heaps) if too much is stale."""
+        """Rebuild the order of ends. O(groups), and O(entries of heaps) if too many entries are stale."""
         self._version = self._model.version
         self._heap, self._changes = [], []
-        if self._has_empty_groups or self._num_heaped > 3 * len(self._live) + _MAX_STALE:
+        if self._num_heaped > 3 * len(self._live) + _MAX_STALE:
             self._num_heaped = 0
             for group in self._groups.values():
                 for side, heap in group.heaps.items():
                     group.heaps[side] = [each for each in heap if self._live.get(each[1]) is each[2]]
                     heapify(group.heaps[side])
                 self._num_heaped += len(group.heaps[1])
-        self._groups = {name: one for name, one in self._groups.items() if one.queue or one.heaps[1]}
         for group in self._groups.values():
             for side in _SIDES:
                 group.claims[side] = None
