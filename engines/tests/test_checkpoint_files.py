@@ -183,8 +183,8 @@ def test_a_damaged_index_in_the_cache_is_named(sharded, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("config.json", "is a file; give the directory"), ("no/such/folder", "not a hub id")]
-    + [(name, "not a hub id") for name in ("foo.git", "foo-", "org/foo.", "-org/foo", "a--b", "org/")],
+    [("config.json", "is a file; give the directory"), ("no/such/folder", "nor a hub id")]
+    + [(name, "nor a hub id") for name in ("foo.git", "foo-", "org/foo.", "-org/foo", "a--b", "org/")],
 )
 def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(single, monkeypatch, name, message):
     monkeypatch.chdir(single)
