@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
+from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
 from operator import attrgetter
@@ -39,6 +40,7 @@ from sagellm.core import (
     PluginRegistry,
     Provider,
     TierRequest,
+    UnknownProviderError,
     UnsupportedModelError,
     hookimpl,
     pack,
@@ -183,25 +185,41 @@ def store_and_fetch(tier: KVTierProtocol) -> None:
     assert bytes(fetched) == b"1234"
 
 
-# -- what each package does
-
-
-def core_protocols() -> None:
-    """A plugin fails when it is loaded, and when it is called; the kit is not installed."""
-    from sagellm.core import call_plugin
-    from sagellm.core.conformance import Conformance
-
+@contextmanager
+def broken_plugin() -> Iterator[None]:
+    """Install a plugin, `broken`, that does not import."""
     with tempfile.TemporaryDirectory() as folder:
         info = Path(folder, "broken-1.0.dist-info")
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text("[sagellm]\nbroken = broken_plugin\n")
-        Path(folder, "broken_plugin.py").write_text("import pytest\n")
+        Path(folder, "broken_plugin.py").write_text("import missing\n")
         sys.path.append(folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+        yield
+
+
+# -- what each package does
+
+
+def core_protocols() -> None:
+    """A plugin fails when it is loaded, and when it is called; a module that moved is not installed."""
+    from sagellm.core import call_plugin
+
+    with broken_plugin():
         errors = [str(each.error) for each in PluginRegistry.load().plugins if each.distribution == "broken"]
-        assert "No module named 'pytest'" in errors[0], errors
+        assert "No module named 'missing'" in errors[0], errors
     expect(PluginError, "it: call failed; SystemExit: 3", call_plugin, "it", "call", sys.exit, 3)
-    expect(ConfigError, "sagellm-core-protocols[testing]", Conformance, "sagellm-core-protocols")
+    expect(ImportError, "pip install sagellm-testing", import_module, "sagellm.core.testing")
+
+
+def testing() -> None:
+    """A plugin that is to be checked is not installed, or fails when it is loaded."""
+    from sagellm.testing.conformance import Conformance
+
+    expect(UnknownProviderError, "sagellm-core-protocols", Conformance, "sagellm-core")
+    with broken_plugin():
+        expect(PluginError, "No module named 'missing'", list, Conformance("broken").run())
 
 
 def prefix_cache() -> None:
@@ -355,7 +373,7 @@ def comm() -> None:
 
 
 def engines() -> None:
-    """Modules fail under an engine, which answers all the same; commands lack their extras."""
+    """Modules fail under an engine, which answers all the same; commands of other packages are not here."""
     expected = generate()
     for call in POLICY_CALLS:
         with logged("eviction policy FailingPolicy failed"):
@@ -369,8 +387,22 @@ def engines() -> None:
     with logged("scheduler pass 'null' failed: RuntimeError: on purpose"):
         found = generate(scheduler_passes="failing")
     assert found == ["EngineError: scheduler pass 'null' failed: RuntimeError: on purpose", *expected[1:]]
-    for command, part in COMMANDS.items():
-        refuses(command.split(), part)
+    refuses("llm serve", "pip install sagellm-server")
+    refuses("llm bench", "pip install sagellm-lab")
+    refuses("plugins check sagellm-prefix-cache", "pip install sagellm-testing")
+
+
+def server() -> None:
+    """Spans are wanted without their extra, a key file is missing, no engine runs."""
+    refuses("llm serve --otlp-traces-endpoint http://127.0.0.1:1", "sagellm-server[otel]")
+    refuses("llm serve --api-key-file /nothing", "/nothing")
+    refuses("llm cache stats", "no engine")
+
+
+def lab() -> None:
+    """A plot is wanted without its extra, a trace is missing."""
+    refuses("llm simulate /dev/null --plot plot.svg", "sagellm-lab[plot]")
+    refuses("llm simulate /nothing", "/nothing")
 
 
 def generate(**settings: Any) -> list[Any]:
@@ -389,24 +421,16 @@ def generate(**settings: Any) -> list[Any]:
 
 PROMPTS = [(*range(20, 48), *end) for end in ((1, 2, 3, 4), (7, 8), (1, 2, 3, 4, 5, 6, 7, 8))]
 PROMPTS += [tuple(range(60, 90)), tuple(range(100, 130)), PROMPTS[0]]
-COMMANDS = {
-    "llm serve --port 0": "sagellm-engines[serve]",
-    "llm engine start --foreground --port 0": "sagellm-engines[serve]",
-    "llm simulate --faults --seeds 1": "sagellm-engines[serve]",
-    "llm simulate /dev/null --plot plot.svg": "sagellm-engines[plot]",
-    "llm plugins check sagellm-prefix-cache": "sagellm-core-protocols[testing]",
-}
-"""What needs an extra, and which one."""
 
 
-def refuses(command: list[str], part: str) -> None:
+def refuses(command: str, part: str) -> None:
     """Expect a command to exit with 2 and to print such a part."""
     from sagellm.engines.cli import main as sage
 
     printed, status = StringIO(), None
     try:
         with redirect_stderr(printed):
-            sage(command)
+            sage(command.split())
     except SystemExit as ended:
         status = ended.code
     assert status == 2, printed.getvalue()
@@ -423,16 +447,21 @@ PACKAGES = {
     "accel": accel,
     "comm": comm,
     "engines": engines,
+    "server": server,
+    "lab": lab,
+    "testing": testing,
 }
 
 
 def main() -> None:
     """Run the failures of the package that the command line names."""
-    if tools := [name for name in TOOLS if find_spec(name) is not None]:
+    package = sys.argv[1].rpartition("/")[2]
+    tools = [name for name in TOOLS if find_spec(name) is not None]
+    if tools and package != "testing":
         sys.exit(f"{', '.join(tools)} can be imported here; most people do not have them")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SAGELLM_RUNTIME_DIR"] = folder
-        PACKAGES[sys.argv[1]]()
+        PACKAGES[package]()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,8 +18,25 @@ MEMBERS: list[str] = [
 ]
 META = "meta-package"
 """The folder of the distribution `sagellm`, which has the short names."""
+_IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "dist", "build")
+
 WORKERS = ("-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal")
 """One more than there are CPUs: many tests wait for a process."""
+
+
+def distribution_of(folder: str) -> str:
+    """Return the name of the distribution that a folder makes."""
+    return str(tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["name"])
+
+
+def copy_alone(folder: str, target: Path) -> None:
+    """Copy a package's folder, without the packages within it and without what is built or hidden."""
+
+    def ignored(path: str, names: list[str]) -> set[str]:
+        nested = {name for name in names if Path(path, name, "pyproject.toml").is_file()}
+        return nested | set(_IGNORED(path, names))
+
+    shutil.copytree(ROOT / folder, target, ignore=ignored)
 
 
 class Environment:

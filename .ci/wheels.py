@@ -1,4 +1,4 @@
-"""Builds the nine wheels, and the one that only names them, and uses each one alone.
+"""Builds the wheels, with the one that only names them, and uses each one alone.
 
 Each package's folder is copied out of the repository and built there. Its wheel is then installed
 into an environment of its own, with nothing beside it but what it depends on; there `pip check`
@@ -16,9 +16,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from venvs import MEMBERS, META, ROOT, Environment, Stopwatch
-
-IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "dist", "build")
+from venvs import MEMBERS, META, ROOT, Environment, Stopwatch, copy_alone, distribution_of
 
 
 def main() -> None:
@@ -51,31 +49,33 @@ def build(scratch: Path, watch: Stopwatch) -> dict[str, Path]:
     builder.pip("install", "-q", "hatchling>=1.27")
     wheels: dict[str, Path] = {}
     for folder in (*MEMBERS, META):
-        alone = scratch / "folders" / folder
-        shutil.copytree(ROOT / folder, alone, ignore=IGNORED)
-        target = scratch / "wheels" / folder
+        alone = place(scratch, folder)
+        copy_alone(folder, alone)
+        target = scratch / "wheels" / alone.name
         builder.pip("wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(target), ".", cwd=alone)
         (wheels[folder],) = target.glob("*.whl")
     watch.lap(f"built {len(wheels)} wheels")
     return wheels
 
 
+def place(scratch: Path, folder: str) -> Path:
+    """Return where a copy of a folder is, named as the distribution."""
+    return scratch / "folders" / distribution_of(folder)
+
+
 def write_constraints(scratch: Path, wheels: dict[str, Path]) -> Path:
     """Pin every package of ours to its wheel, so that nothing of that name comes from a registry."""
     path = scratch / "constraints.txt"
-    ours = [
-        f"{'sagellm' if folder == META else f'sagellm-{folder}'} @ {wheel.as_uri()}"
-        for folder, wheel in wheels.items()
-    ]
+    ours = [f"{distribution_of(folder)} @ {wheel.as_uri()}" for folder, wheel in wheels.items()]
     path.write_text((ROOT / "constraints.txt").read_text() + "\n".join(ours) + "\n")
     return path
 
 
 def check(folder: str, scratch: Path, constraints: Path, wheels: dict[str, Path], watch: Stopwatch) -> None:
     """Install one wheel alone and use it."""
-    alone = scratch / "folders" / folder
-    environment = Environment(scratch / "environments" / folder)
-    environment.pip("install", "-q", "-c", str(constraints), f"sagellm-{folder}")
+    alone = place(scratch, folder)
+    environment = Environment(scratch / "environments" / alone.name)
+    environment.pip("install", "-q", "-c", str(constraints), alone.name)
     environment.pip("check")
     watch.lap(f"{folder}: installed alone")
 
@@ -85,17 +85,15 @@ def check(folder: str, scratch: Path, constraints: Path, wheels: dict[str, Path]
     environment.run(str(ROOT / ".ci" / "failure_paths.py"), folder)  # before the test tools are there
     watch.lap(f"{folder}: public names, README examples, failure paths")
 
-    # pip cannot join an extra with a constraint that is a file, so here wheels are named themselves.
-    if folder == "engines":  # `sagellm` is this package, and what serves, by the name that people type first
-        server = f"sagellm-engines[serve] @ {wheels['engines'].as_uri()}"
-        environment.pip("install", "-q", "-c", str(constraints), server, "sagellm")
+    if folder == MEMBERS[-1]:  # it stands on all others, as `sagellm` does
+        environment.pip("install", "-q", "-c", str(constraints), "sagellm")
         environment.pip("check")
         environment.execute(PROGRAM)
-    core = wheels["core-protocols"]
-    kit = f"sagellm-core-protocols[testing] @ {core.as_uri()}"
-    tools = [tool for tool in test_requirements(alone) if not tool.startswith("sagellm-")]
+    # pip cannot join an extra with a constraint that is a file, so packages of ours are named themselves.
+    ours, tools = test_requirements(folder)
+    environment.pip("install", "-q", "-c", str(constraints), *ours)
     pins = str(ROOT / "constraints.txt")
-    environment.pip("install", "-q", "-c", pins, kit, "pytest-timeout", "pytest-xdist", *tools)
+    environment.pip("install", "-q", "-c", pins, "pytest-timeout", "pytest-xdist", *tools)
     environment.pytest(cwd=alone)
     watch.lap(f"{folder}: its tests from its folder alone")
     shutil.rmtree(environment.folder)
@@ -107,9 +105,25 @@ def module_of(folder: Path) -> str:
     return str(target).removesuffix(".plugin")
 
 
-def test_requirements(folder: Path) -> list[str]:
-    """Return what the folder's extra `testing` asks for."""
-    return list(project_of(folder).get("optional-dependencies", {}).get("testing", []))
+def test_requirements(folder: str) -> tuple[list[str], list[str]]:
+    """Return what the tests of a folder need: packages of ours, the kit among them, and others."""
+    ours, tools, left, seen = {"sagellm-testing"}, list[str](), [(distribution_of(folder), "testing")], set()
+    while left:
+        asked = left.pop()
+        name, extra = asked
+        if asked in seen:
+            continue
+        seen.add(asked)
+        ours.add(name)
+        folder_of_it = next(each for each in MEMBERS if distribution_of(each) == name)
+        extras = project_of(ROOT / folder_of_it).get("optional-dependencies", {})
+        for each in extras.get(extra, []) if extra else []:
+            found = re.fullmatch(r"(sagellm-[a-z-]+)(?:\[(\w+)\])?.*", each)
+            if found:
+                left.append((found[1], found[2] or ""))
+            else:
+                tools.append(each)
+    return sorted(ours), tools
 
 
 def project_of(folder: Path) -> dict[str, Any]:

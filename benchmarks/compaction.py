@@ -31,7 +31,7 @@ from sagellm.core import BlockAllocationRequest, BlockId, KVLayout, SequenceId
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.cli.output import columns
 from sagellm.engines.engine_core.kv_cache_manager import replace_blocks
-from sagellm.engines.remote.operations import core_operations
+from sagellm.server.remote.operations import core_operations
 
 GIB = 1 << 30
 

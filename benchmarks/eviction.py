@@ -22,8 +22,8 @@ from sagellm.core import PluginRegistry
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
 from sagellm.engines.progress import progress_bar
-from sagellm.engines.simulation.runs import CacheRun, Simulation, simulate
-from sagellm.engines.traces import read_trace
+from sagellm.lab.simulation.runs import CacheRun, Simulation, simulate
+from sagellm.lab.traces import read_trace
 
 PERCENTAGES = (5, 25, 50, 75, 95)
 

@@ -23,8 +23,8 @@ from loads import chat
 from sagellm.core import TraceRequest, jains_index
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
-from sagellm.engines.simulation.bounds import replay
-from sagellm.engines.traces import read_trace
+from sagellm.lab.simulation.bounds import replay
+from sagellm.lab.traces import read_trace
 
 POLICIES: dict[str, dict[str, Any]] = {
     "lru": {"prefix_cache.eviction_policy": "lru"},

@@ -26,7 +26,8 @@ from common import foreign_cores, output_flags, publish
 
 from sagellm.core import Clock, Runtime, TraceRequest, percentile
 from sagellm.engines import EngineConfig
-from sagellm.engines.bench.step_fit import (
+from sagellm.engines.cli.output import columns
+from sagellm.lab.bench.step_fit import (
     FitSettings,
     MeasuredStep,
     RecordedCore,
@@ -34,12 +35,11 @@ from sagellm.engines.bench.step_fit import (
     fit_steps,
     total_error_of,
 )
-from sagellm.engines.cli.output import columns
-from sagellm.engines.simulation.conversations import ConversationSettings, simulate_clients
-from sagellm.engines.simulation.served_load import LoadSettings, ServedRequest
-from sagellm.engines.simulation.serving import simulate_serving
-from sagellm.engines.simulation.step_costs import StepCosts
-from sagellm.engines.traces.lengths import Lengths
+from sagellm.lab.simulation.conversations import ConversationSettings, simulate_clients
+from sagellm.lab.simulation.served_load import LoadSettings, ServedRequest
+from sagellm.lab.simulation.serving import simulate_serving
+from sagellm.lab.simulation.step_costs import StepCosts
+from sagellm.lab.traces.lengths import Lengths
 
 
 class CPUClock(Clock):

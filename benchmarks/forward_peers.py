@@ -156,7 +156,7 @@ def _limits(threads: int) -> dict[str, float | str]:
     """Measure read bandwidth and matrix rates, in a process that gives its memory back."""
     source = (
         "import dataclasses, json, torch\n"
-        "from sagellm.engines.bench.roofline import measure_limits\n"
+        "from sagellm.lab.bench.roofline import measure_limits\n"
         f"torch.set_num_threads({threads})\n"
         "cpu = torch.device('cpu')\n"
         "print(json.dumps({name: dataclasses.asdict(measure_limits(cpu, dtype))"

@@ -23,8 +23,8 @@ from common import output_flags, publish, spread
 
 from sagellm.core import PredictionRequest
 from sagellm.engines.cli.output import columns
-from sagellm.engines.traces import read_trace
 from sagellm.kvmgr.lifetime import StatisticalLifetimePredictor
+from sagellm.lab.traces import read_trace
 
 AZURE = Path(__file__).parent / "traces" / "azure_conv.csv.xz"
 SECONDS_PER_TOKEN = 0.02

@@ -31,12 +31,12 @@ from common import output_flags, publish
 from sagellm.core import PluginRegistry, TraceRequest
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
-from sagellm.engines.simulation.runs import simulate as replay_cache
-from sagellm.engines.simulation.served_load import LoadSettings, ServedRequest
-from sagellm.engines.simulation.serving import ServingRun, simulate_serving, with_passes
-from sagellm.engines.simulation.serving_figures import Tail
-from sagellm.engines.simulation.step_costs import read_step_costs
-from sagellm.engines.traces import read_trace
+from sagellm.lab.simulation.runs import simulate as replay_cache
+from sagellm.lab.simulation.served_load import LoadSettings, ServedRequest
+from sagellm.lab.simulation.serving import ServingRun, simulate_serving, with_passes
+from sagellm.lab.simulation.serving_figures import Tail
+from sagellm.lab.simulation.step_costs import read_step_costs
+from sagellm.lab.traces import read_trace
 
 COST = Path(__file__).parent / "cost" / "h200-8b.json"
 

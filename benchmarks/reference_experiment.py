@@ -23,12 +23,12 @@ from peer import Conversation, Peer
 from sagellm.core import TraceRequest
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
-from sagellm.engines.simulation.bounds import count_known_tokens, replay_unlimited
-from sagellm.engines.simulation.figures import CacheFigures, figures_of, sharing_fractions
-from sagellm.engines.simulation.plot import plot_replays
-from sagellm.engines.simulation.replay import CacheReplay, ReplayedRequest
-from sagellm.engines.traces import read_trace
 from sagellm.engines.whole_file import whole_file
+from sagellm.lab.simulation.bounds import count_known_tokens, replay_unlimited
+from sagellm.lab.simulation.figures import CacheFigures, figures_of, sharing_fractions
+from sagellm.lab.simulation.plot import plot_replays
+from sagellm.lab.simulation.replay import CacheReplay, ReplayedRequest
+from sagellm.lab.traces import read_trace
 
 BLOCK_SIZE = 16
 CAPACITIES = (10_000, 1_000)

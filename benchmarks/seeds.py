@@ -31,20 +31,20 @@ from common import describe_machine, save
 
 from sagellm.core import MemoryFiles, PluginRegistry, Randomness, VirtualClock
 from sagellm.core.late_kv_tier import LateKVTier
-from sagellm.core.testing import (
-    AuditingEvictionPolicy,
-    KVAllocatorContract,
-    KVPoolContract,
-    PrefixCacheMachine,
-)
-from sagellm.core.testing.kv_tier_model import KVTierMachine
 from sagellm.engines.cli.output import columns
-from sagellm.engines.simulation.served.seeds import Totals, run_seeds as run_served_seeds
 from sagellm.kvmgr.kv_pool import BuddyAllocator, FreeListAllocator, PagedKVPool
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend, NVMeBackend
 from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
+from sagellm.lab.simulation.served.seeds import Totals, run_seeds as run_served_seeds
+from sagellm.testing import (
+    AuditingEvictionPolicy,
+    KVAllocatorContract,
+    KVPoolContract,
+    PrefixCacheMachine,
+)
+from sagellm.testing.kv_tier_model import KVTierMachine
 
 TESTS = Path(__file__).parents[1] / "engines" / "tests"
 PROGRESS_S = 10.0

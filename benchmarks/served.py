@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from sagellm.engines.remote.running_engine import RunningEngine
+from sagellm.server.remote.running_engine import RunningEngine
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from make_model import ensure
 from served import served
 
 from sagellm.engines import LLMEngine
-from sagellm.engines.bench import Lengths, LoadSettings, OfflineSettings, measure_throughput, run_serve
 from sagellm.engines.embedded import EMBEDDED
+from sagellm.lab.bench import Lengths, LoadSettings, OfflineSettings, measure_throughput, run_serve
 
 STREAMS, SMALL_STREAMS = 32, 100
 INPUT, OUTPUT = Lengths.parse("128"), Lengths.parse("64")

@@ -37,8 +37,8 @@ from served import served
 
 from sagellm.core import EngineMetrics
 from sagellm.engines.embedded import EMBEDDED
-from sagellm.engines.remote.admin_client import AdminClient
-from sagellm.engines.remote.running_engine import RunningEngine
+from sagellm.server.remote.admin_client import AdminClient
+from sagellm.server.remote.running_engine import RunningEngine
 
 KEYS = ("soak-key-one", "soak-key-two", "soak-key-three")
 MAX_SLOPE_MIB_PER_MIN = 0.5

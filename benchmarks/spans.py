@@ -20,8 +20,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from common import foreign_cores, output_flags, publish, spread
 from served import served
 
-from sagellm.engines.bench import Lengths, LoadSettings, run_serve
 from sagellm.engines.embedded import EMBEDDED
+from sagellm.lab.bench import Lengths, LoadSettings, run_serve
 
 NUM_PROMPTS, CONCURRENCY = 512, 32
 INPUT, OUTPUT = Lengths.parse("64"), Lengths.parse("32")

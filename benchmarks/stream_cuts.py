@@ -21,7 +21,7 @@ from rich.progress import Progress
 from served import served
 
 from sagellm.engines.embedded import EMBEDDED
-from sagellm.engines.remote import AdminClient
+from sagellm.server.remote import AdminClient
 
 MAX_STREAMS = 8
 LIMIT_S = 0.1  # beyond a step

@@ -21,7 +21,7 @@ from sagellm.engines.text.calls import Encode, Render
 from sagellm.engines.text.chat_messages import ChatMessage
 from sagellm.engines.text.limits import TextLimits
 from sagellm.engines.text.local import LocalTextRunner
-from sagellm.engines.text.process import ProcessTextRunner
+from sagellm.server.text_process import ProcessTextRunner
 
 SENTENCE = "The river has three names: one at the spring, one in the valley, and one where it meets the sea. "
 CALLS = {

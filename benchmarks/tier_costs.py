@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sagellm.engines.simulation.tier_costs import TierCosts
 from sagellm.kvmgr.kv_pool.prefill_rate import PrefillRate
+from sagellm.lab.simulation.tier_costs import TierCosts
 
 KV_BYTES_PER_TOKEN = 28 * 2 * 8 * 128 * 2
 """28 layers, keys and values, 8 heads of 128 in bf16: the shape of Qwen3-0.6B."""

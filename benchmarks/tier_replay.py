@@ -21,9 +21,9 @@ from sagellm.core import FetchRule, TraceRequest
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
 from sagellm.engines.progress import progress_bar
-from sagellm.engines.simulation.tier_costs import TierCosts, read_tier_costs
-from sagellm.engines.simulation.tier_replay import SavedTime, TierReplay, TierSettings
-from sagellm.engines.traces import read_trace
+from sagellm.lab.simulation.tier_costs import TierCosts, read_tier_costs
+from sagellm.lab.simulation.tier_replay import SavedTime, TierReplay, TierSettings
+from sagellm.lab.traces import read_trace
 
 CASES = (
     ("measured", ("host",)),

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sagellm.core.conformance.aspects import rule_of
-from sagellm.core.testing.calls import Calls
+from sagellm.testing.calls import Calls
+from sagellm.testing.conformance.aspects import rule_of
 
 
 class PlantedError(Exception):

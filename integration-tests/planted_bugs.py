@@ -696,11 +696,11 @@ def half_of_a_seed() -> None:
 
 @bug(
     "The likeliest continuation is that with the highest sum of log-probabilities, so mostly a short one.",
-    caught_by="engines/tests/http/test_server_parameters.py"
+    caught_by="engines/server/tests/http/test_server_parameters.py"
     "::test_the_likeliest_is_so_per_token_and_equals_keep_their_order",
 )
 def the_likeliest_by_its_sum() -> None:
-    from sagellm.engines.http import shape
+    from sagellm.server.http import shape
 
     @change(shape, "_mean_logprob")
     def mean_logprob(_: Any, output: Any) -> float:
@@ -737,10 +737,10 @@ def bytes_dropped_by_the_detokenizer() -> None:
 
 @bug(
     "The core sends every token to every front.",
-    caught_by="engines/tests/remote/test_engine_client.py::test_two_clients_see_their_own_sequences_alone",
+    caught_by="engines/server/tests/remote/test_engine_client.py::test_two_clients_see_their_own_sequences_alone",
 )
 def tokens_sent_to_everybody() -> None:
-    from sagellm.engines.remote import core_server
+    from sagellm.server.remote import core_server
 
     @change(core_server.CoreServer, "_send_outputs")
     def send_outputs(original: Any, self: Any, outputs: Any) -> None:
@@ -754,11 +754,11 @@ def tokens_sent_to_everybody() -> None:
 
 @bug(
     "All API keys are one tenant's.",
-    caught_by="engines/tests/http/test_server_access.py"
+    caught_by="engines/server/tests/http/test_server_access.py"
     "::test_each_key_is_a_tenant_and_nothing_in_the_body_changes_it",
 )
 def one_tenant_for_all_keys() -> None:
-    from sagellm.engines.http import access_control
+    from sagellm.server.http import access_control
 
     @change(access_control, "tenant_of")
     def tenant_of(original: Any, key: bytes) -> Any:
@@ -767,12 +767,12 @@ def one_tenant_for_all_keys() -> None:
 
 @bug(
     "Where a request has a salt, the key of its KV lacks its tenant.",
-    caught_by="engines/tests/http/test_server_access.py"
+    caught_by="engines/server/tests/http/test_server_access.py"
     "::test_a_salt_divides_what_a_key_shares_and_joins_no_two_keys",
 )
 def a_tenant_dropped_by_a_salt() -> None:
     from sagellm.core import Namespace
-    from sagellm.engines.http.generation import Generation
+    from sagellm.server.http.generation import Generation
 
     @change(Generation, "_namespace")
     def namespace(original: Any, self: Any, own: Any, body: Any) -> Any:
@@ -782,10 +782,10 @@ def a_tenant_dropped_by_a_salt() -> None:
 
 @bug(
     "Requests with any Host header are answered, as after DNS rebinding.",
-    caught_by="engines/tests/http/test_server_access.py::test_other_hosts_are_refused_on_loopback",
+    caught_by="engines/server/tests/http/test_server_access.py::test_other_hosts_are_refused_on_loopback",
 )
 def a_foreign_host_answered() -> None:
-    from sagellm.engines.http.access_control import AccessControl
+    from sagellm.server.http.access_control import AccessControl
 
     @change(AccessControl, "__init__")
     def init(original: Any, self: Any, *arguments: Any, **options: Any) -> None:
@@ -850,8 +850,8 @@ def import_what_tests_import() -> None:
     import uvicorn  # noqa: F401
     from transformers import AutoModelForCausalLM
 
-    import sagellm.engines.http
-    import sagellm.engines.remote  # noqa: F401
+    import sagellm.server.http
+    import sagellm.server.remote  # noqa: F401
     from sagellm.engines import LLMEngine, SamplingParams
     from sagellm.engines.testing import make_checkpoint
 

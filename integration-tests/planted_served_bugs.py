@@ -23,8 +23,8 @@ from typing import Any
 import planted_bugs
 from planted_bugs import change
 
-from sagellm.engines.simulation.served.plan import draw_plan
-from sagellm.engines.simulation.served.world import run_plan
+from sagellm.lab.simulation.served.plan import draw_plan
+from sagellm.lab.simulation.served.world import run_plan
 
 MAX_SEEDS, CLEAN_SEEDS = 600, 60
 """Seeds within which each bug must be found, and how many are run without one."""
@@ -97,8 +97,8 @@ def a_last_output_dropped() -> None:
 
 @bug("A client that disconnects leaves its seat in the admission taken.", part="front")
 def a_seat_kept_after_a_disconnect() -> None:
-    from sagellm.engines.http.admission import Admission
-    from sagellm.engines.http.job_streams import ClientGoneError
+    from sagellm.server.http.admission import Admission
+    from sagellm.server.http.job_streams import ClientGoneError
 
     @change(Admission, "seat")
     @contextmanager
@@ -136,7 +136,7 @@ def streams_that_outlive_their_core() -> None:
 
 @bug("When the core dies, its requests end as if they were complete.", part="front")
 def a_cut_answer_taken_for_a_whole_one() -> None:
-    from sagellm.engines.http.job_streams import JobStreams
+    from sagellm.server.http.job_streams import JobStreams
 
     @change(JobStreams, "outputs")
     async def outputs(original: Any, self: Any) -> Any:
@@ -151,7 +151,7 @@ def a_cut_answer_taken_for_a_whole_one() -> None:
 
 @bug("Every fiftieth piece of a stream is sent twice.", part="front")
 def an_event_sent_twice() -> None:
-    from sagellm.engines.http.reply import EventReply
+    from sagellm.server.http.reply import EventReply
 
     sent = count(1)
 
@@ -165,7 +165,7 @@ def an_event_sent_twice() -> None:
 @bug("Requests of a core that died are answered with 500 instead of 503.", part="front")
 def a_death_that_is_not_retryable() -> None:
     from sagellm.core import EngineDeadError
-    from sagellm.engines.http import generation
+    from sagellm.server.http import generation
 
     @change(generation, "as_api_error")
     def as_api_error(original: Any, error: Any) -> Any:
@@ -174,7 +174,7 @@ def a_death_that_is_not_retryable() -> None:
 
 @bug("A connection that is reset counts as open for ever.", part="front")
 def a_connection_counted_for_ever() -> None:
-    from sagellm.engines.http.http_protocol import BoundedHTTP
+    from sagellm.server.http.http_protocol import BoundedHTTP
 
     @change(BoundedHTTP, "connection_lost")
     def connection_lost(original: Any, self: Any, error: Any) -> None:
@@ -185,7 +185,7 @@ def a_connection_counted_for_ever() -> None:
 
 @bug("A client that has ended its own half is disconnected.", part="front")
 def a_half_closed_client_given_up() -> None:
-    from sagellm.engines.http.http_protocol import BoundedHTTP
+    from sagellm.server.http.http_protocol import BoundedHTTP
 
     @change(BoundedHTTP, "eof_received")
     def eof_received(_: Any, self: Any) -> bool:
@@ -194,7 +194,7 @@ def a_half_closed_client_given_up() -> None:
 
 @bug("After a pause for a slow client nothing is written any more.", part="front")
 def a_pause_without_an_end() -> None:
-    from sagellm.engines.http.http_protocol import BoundedHTTP
+    from sagellm.server.http.http_protocol import BoundedHTTP
 
     @change(BoundedHTTP, "resume_writing")
     def resume_writing(_: Any, self: Any) -> None:
@@ -203,8 +203,8 @@ def a_pause_without_an_end() -> None:
 
 @bug("A refused request keeps the seats that it was refused.", part="front")
 def seats_of_a_refused_request() -> None:
-    from sagellm.engines.http.admission import Admission
-    from sagellm.engines.http.errors import APIError
+    from sagellm.server.http.admission import Admission
+    from sagellm.server.http.errors import APIError
 
     @change(Admission, "_take")
     def take(original: Any, self: Any, use: Any, num_more: int, *sizes: int, **held: int) -> None:
@@ -217,7 +217,7 @@ def seats_of_a_refused_request() -> None:
 
 @bug("Without a free descriptor no connection is accepted any more.", part="front")
 def a_listener_that_gives_up() -> None:
-    from sagellm.engines.http.listener import Listener
+    from sagellm.server.http.listener import Listener
 
     @change(Listener, "_pause")
     def pause(_: Any, self: Any) -> None:
@@ -226,7 +226,7 @@ def a_listener_that_gives_up() -> None:
 
 @bug("All continuations of several prompts are told as the first's.", part="front")
 def prompts_that_share_an_index() -> None:
-    from sagellm.engines.http.job_streams import JobStreams
+    from sagellm.server.http.job_streams import JobStreams
 
     @change(JobStreams, "_merged")
     async def merged(original: Any, self: Any) -> Any:
@@ -239,7 +239,7 @@ def prompts_that_share_an_index() -> None:
 
 @bug("What is left of a frame that arrives in pieces is dropped.", part="link")
 def a_frame_in_pieces_dropped() -> None:
-    from sagellm.engines.remote.frames import FrameReader
+    from sagellm.server.remote.frames import FrameReader
 
     @change(FrameReader, "add")
     def add(original: Any, self: Any, data: bytes) -> None:
@@ -249,7 +249,7 @@ def a_frame_in_pieces_dropped() -> None:
 
 @bug("What a full socket does not take is dropped.", part="link")
 def unsent_bytes_dropped() -> None:
-    from sagellm.engines.remote.core_server import CoreServer
+    from sagellm.server.remote.core_server import CoreServer
 
     @change(CoreServer, "_flush")
     def flush(original: Any, self: Any, connection: Any) -> None:
@@ -259,7 +259,7 @@ def unsent_bytes_dropped() -> None:
 
 @bug("A core that hangs is never killed.", part="link")
 def a_hanging_core_left_alone() -> None:
-    from sagellm.engines.remote.core_handle import Stall
+    from sagellm.server.remote.core_handle import Stall
 
     @change(Stall, "is_over")
     def is_over(_: Any, self: Any, progress: Any) -> bool:
@@ -270,7 +270,7 @@ def a_hanging_core_left_alone() -> None:
 def ready_without_a_core() -> None:
     import asyncio
 
-    from sagellm.engines.remote.supervisor import Supervisor
+    from sagellm.server.remote.supervisor import Supervisor
 
     class NeverCleared(asyncio.Event):
         def clear(self) -> None:
@@ -285,7 +285,7 @@ def ready_without_a_core() -> None:
 @bug("A process that cannot be started again is not tried again.", part="link")
 def a_restart_given_up() -> None:
     from sagellm.core import EngineError
-    from sagellm.engines.remote import supervisor
+    from sagellm.server.remote import supervisor
 
     @change(supervisor.Supervisor, "_run_once")
     async def run_once(original: Any, self: Any) -> None:
@@ -303,7 +303,7 @@ def a_restart_given_up() -> None:
 
 @bug("The core takes the requests of a front for those of the one before.", part="link")
 def requests_of_a_front_that_is_gone() -> None:
-    from sagellm.engines.remote.core_server import CoreServer
+    from sagellm.server.remote.core_server import CoreServer
 
     @change(CoreServer, "_forget")
     def forget(_: Any, self: Any, sequence_ids: Any) -> None:
@@ -312,14 +312,14 @@ def requests_of_a_front_that_is_gone() -> None:
 
 @bug("What ended two processes of the core is tried again all the same.", part="link")
 def a_deadly_request_tried_for_ever() -> None:
-    from sagellm.engines.remote import suspects
+    from sagellm.server.remote import suspects
 
     suspects._MAX_DEATHS = 1 << 30
 
 
 @bug("Suspects of a death begin all at once, so that the next one is blamed on all of them.", part="link")
 def suspects_that_begin_together() -> None:
-    from sagellm.engines.remote.suspects import Suspects
+    from sagellm.server.remote.suspects import Suspects
 
     @change(Suspects, "wait_for_turn")
     async def wait_for_turn(original: Any, self: Any, requests: Any) -> Any:

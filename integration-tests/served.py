@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.request import urlopen
 
-from sagellm.core.testing.patience import reserved_port, wait_until
+from sagellm.testing.patience import reserved_port, wait_until
 
 
 @contextmanager

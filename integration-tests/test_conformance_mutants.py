@@ -12,9 +12,9 @@ import pytest
 from mutants import breaking, failures
 
 from sagellm.core import KINDS, ExtraArg, PluginRegistry, ScheduleIR, SchedulerPassProtocol
-from sagellm.core.testing import kv_tier
-from sagellm.core.testing.installed import UncheckedError, factory_contract, installed_contract
 from sagellm.engines.sampling.processors import BadWords
+from sagellm.testing import kv_tier
+from sagellm.testing.installed import UncheckedError, factory_contract, installed_contract
 
 WHOLE = {
     "eviction_policy": "lru",

@@ -9,7 +9,7 @@ import pytest
 
 from sagellm.core import TraceRequest
 from sagellm.engines import EngineConfig
-from sagellm.engines.simulation.replay import CacheReplay
+from sagellm.lab.simulation.replay import CacheReplay
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -15,16 +15,16 @@ from suite import ROOT, load_tests
 
 from sagellm.core import Randomness, VirtualClock
 from sagellm.core.kv_block import BlockHeader, BlockKey
-from sagellm.core.testing.kv_tier import get, make_data, make_header, put
-from sagellm.core.testing.kv_tier_model import KVTierMachine
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend
 from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
+from sagellm.testing.kv_tier import get, make_data, make_header, put
+from sagellm.testing.kv_tier_model import KVTierMachine
 
 IN_MEMORY_ONLY = {
-    "core-protocols/src/sagellm/core/testing/scheduler_pass.py",  # compares two in one process
+    "core-protocols/testing/src/sagellm/testing/scheduler_pass.py",  # compares two in one process
     "core-protocols/src/sagellm/core/tokens.py",  # TokenIds.__hash__
-    "engines/src/sagellm/engines/simulation/contents.py",  # numbers contents within one replay
+    "engines/lab/src/sagellm/lab/simulation/contents.py",  # numbers contents within one replay
     "prefix-cache/src/sagellm/kvmgr/prefix_cache/node.py",  # keys of ghosts
     "prefix-cache/src/sagellm/kvmgr/prefix_cache/radix.py",
     "prefix-cache/src/sagellm/kvmgr/prefix_cache/ghosts.py",
@@ -36,7 +36,7 @@ KEYS_OF_A_PROCESS = """
 import json
 from sagellm.core import Namespace, VirtualClock, pack
 from sagellm.core.kv_block import KVIdentity, headers_of
-from sagellm.engines.http.access_control import tenant_of
+from sagellm.server.http.access_control import tenant_of
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
 
 identity = KVIdentity("model", "layout", "float32")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sagellm.engines.simulation.conversations import ConversationSettings, simulate_clients
-from sagellm.engines.traces import read_trace
-from sagellm.engines.traces.lengths import Lengths
+from sagellm.lab.simulation.conversations import ConversationSettings, simulate_clients
+from sagellm.lab.traces import read_trace
+from sagellm.lab.traces.lengths import Lengths
 
 TRACES = Path(__file__).parents[1] / "benchmarks" / "traces"
 

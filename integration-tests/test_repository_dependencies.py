@@ -20,17 +20,11 @@ HATCH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["e
 PACKAGES = [each if isinstance(each, str) else each["path"] for each in HATCH["workspace"]["members"]]
 
 GUARDS = {
-    "core-protocols": {"sagellm.core.conformance.worker": "Conformance, which starts it"},
     "kv-pool": {"sagellm.kvmgr.kv_pool.tiers.backends": "HBMBackend"},
     "accel": {"sagellm.accel.cuda.backend": "check_machine"},
-    "engines": {
-        "sagellm.engines.serve": "check_extra",
-        "sagellm.engines.http.spans": "check_spans",
-        "sagellm.engines.cli.simulate_faults": "check_extra",
-        "sagellm.engines.sampling.draws": "except ImportError: it draws with torch alone",
-        "sagellm.engines.cli.targets": "check_plot",
-        "sagellm.engines.plots": "check_plot, before the work that is drawn",
-    },
+    "engines": {"sagellm.engines.sampling.draws": "except ImportError: it draws with torch alone"},
+    "engines/server": {"sagellm.server.http.spans": "check_spans"},
+    "engines/lab": {"sagellm.lab.plots": "check_plot, before the work that is drawn"},
 }
 """The modules whose functions import what an extra brings, and what tells a user who lacks it."""
 
@@ -64,7 +58,7 @@ def declared(package: str) -> tuple[set[str], set[str]]:
 
 @cache
 def modules() -> dict[str, tuple[str, ast.Module]]:
-    """Return every module of the nine packages: its package and its source."""
+    """Return every module of the packages: its package and its source."""
     found = {}
     for package in PACKAGES:
         source = ROOT / package / "src"
@@ -120,7 +114,7 @@ def given_by(package: str) -> dict[str, str]:
 def distributions_of(target: str) -> set[str]:
     """Return which distributions an import may come from; none for the standard library."""
     if target in modules():
-        return {f"sagellm-{modules()[target][0]}"}
+        return {f"sagellm-{modules()[target][0].rpartition('/')[2]}"}
     root = target.partition(".")[0]
     return set() if root in sys.stdlib_module_names else set(map(normal, BROUGHT_BY.get(root, [root])))
 

@@ -9,10 +9,10 @@ import pytest
 
 from sagellm.core import EngineMetrics
 from sagellm.engines.config import EngineConfig
-from sagellm.engines.http.access_control import METRICS_PATH, OPEN_PATHS
-from sagellm.engines.http.body import MAX_BODY_BYTES, MAX_CONTAINERS, MAX_DEPTH, MAX_PARAMETERS
-from sagellm.engines.http.body_params import MAX_OUTPUT_TOKENS, MAX_SEQUENCES
-from sagellm.engines.http.body_schema import (
+from sagellm.server.http.access_control import METRICS_PATH, OPEN_PATHS
+from sagellm.server.http.body import MAX_BODY_BYTES, MAX_CONTAINERS, MAX_DEPTH, MAX_PARAMETERS
+from sagellm.server.http.body_params import MAX_OUTPUT_TOKENS, MAX_SEQUENCES
+from sagellm.server.http.body_schema import (
     MAX_MESSAGES,
     MAX_PARTS,
     ChatBody,
@@ -20,10 +20,10 @@ from sagellm.engines.http.body_schema import (
     DetokenizeBody,
     TokenizeBody,
 )
-from sagellm.engines.http.metrics import ServerMetrics
-from sagellm.engines.http.parsing import MAX_FIELD_BYTES
-from sagellm.engines.http.request_parser import MAX_HEADER_BYTES, MAX_HEADERS
-from sagellm.engines.http.unsupported import (
+from sagellm.server.http.metrics import ServerMetrics
+from sagellm.server.http.parsing import MAX_FIELD_BYTES
+from sagellm.server.http.request_parser import MAX_HEADER_BYTES, MAX_HEADERS
+from sagellm.server.http.unsupported import (
     IGNORED,
     IGNORED_IN_MESSAGES,
     UNSUPPORTED,

@@ -20,6 +20,8 @@ LIGHT_MODULES = [
     "sagellm.accel",
     "sagellm.comm",
     "sagellm.engines",
+    "sagellm.server",
+    "sagellm.lab",
 ]
 TENSOR_FREE_MODULES = [
     "sagellm.core",

@@ -24,8 +24,13 @@ FOLDERS: list[str] = [*MEMBERS, META]
 BULKY = shutil.ignore_patterns("__pycache__", ".*", "tests", "embedded", "embedded_model")
 
 
+def ignored(path: str, names: list[str]) -> set[str]:
+    nested = {name for name in names if Path(path, name, "pyproject.toml").is_file()}
+    return nested | set(BULKY(path, names))
+
+
 def build(folder: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Message, ZipFile]:
-    alone = shutil.copytree(ROOT / folder, scratch / folder, ignore=BULKY)
+    alone = shutil.copytree(ROOT / folder, scratch / folder, ignore=ignored)
     monkeypatch.chdir(alone)
     wheel = ZipFile(scratch / build_wheel(str(scratch)))
     (name,) = (each for each in wheel.namelist() if each.endswith(".dist-info/METADATA"))
@@ -35,7 +40,7 @@ def build(folder: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_wheel_carries_its_licence_and_says_who_made_it_for_what(folder, tmp_path, monkeypatch):
     metadata, wheel = build(folder, tmp_path, monkeypatch)
-    assert metadata["Name"] == ("sagellm" if folder == META else f"sagellm-{folder}")
+    assert metadata["Name"] == ("sagellm" if folder == META else f"sagellm-{folder.rpartition('/')[2]}")
     assert (metadata["License-Expression"], metadata.get_all("License-File")) == ("Apache-2.0", ["LICENSE"])
     (licence,) = (each for each in wheel.namelist() if each.endswith(".dist-info/licenses/LICENSE"))
     assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
@@ -51,7 +56,9 @@ def test_a_wheel_carries_its_licence_and_says_who_made_it_for_what(folder, tmp_p
 
 def test_the_short_name_needs_the_engine_of_its_version_and_has_one_module(tmp_path, monkeypatch):
     metadata, wheel = build(META, tmp_path, monkeypatch)
-    assert metadata.get_all("Requires-Dist") == [f"sagellm-engines[serve]=={metadata['Version']}"]
+    assert metadata.get_all("Requires-Dist") == [
+        f"sagellm-{name}=={metadata['Version']}" for name in ("engines", "lab", "server")
+    ]
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert files == {"sagellm/__init__.py", "sagellm/py.typed"}
 

@@ -21,9 +21,9 @@ def lines(name: str) -> list[str]:
 def test_requirements_dev_installs_every_package_editable():
     editable = [line.removeprefix("-e ./") for line in lines("requirements-dev.txt") if line.startswith("-e")]
     assert [name.partition("[")[0] for name in editable] == list(FEATURES)
-    assert "core-protocols[testing]" in editable
-    assert "engines[serve,otel]" in editable
-    assert FEATURES["engines"] == ["serve", "otel"]
+    assert "core-protocols/testing" in editable
+    assert "engines/server[otel]" in editable
+    assert FEATURES["engines/server"] == ["otel"]
 
 
 def test_requirements_dev_installs_the_tools_of_the_hatch_environment():
@@ -39,7 +39,8 @@ def test_every_constraint_is_a_pin_of_the_hatch_environment():
 
 
 def test_every_package_is_a_member_of_the_workspace():
-    folders = {path.parent.name for path in ROOT.glob("*/pyproject.toml")}
+    files = [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("*/*/pyproject.toml")]
+    folders = {str(path.parent.relative_to(ROOT)) for path in files if path.parts[-3] != "examples"}
     assert folders == {*FEATURES, "meta-package"}  # which has the short names alone
 
 

@@ -35,16 +35,17 @@ DETERMINISTIC = [
 # Test code that looks at the wall clock or sleeps for a time, and why that depends on no machine's speed.
 LOOK_AT_CLOCKS = {
     "accel/tests/native/test_native_backend.py": "more time allows more beats",
-    "core-protocols/src/sagellm/core/testing/kv_tier_model.py": "gives up after minutes",
-    "core-protocols/src/sagellm/core/testing/topology.py": "the best of five, beside a piece of work",
-    "core-protocols/src/sagellm/core/testing/patience.py": "gives up after minutes",
+    "core-protocols/testing/src/sagellm/testing/conformance/process.py": "ends a process that hangs",
+    "core-protocols/testing/src/sagellm/testing/kv_tier_model.py": "gives up after minutes",
+    "core-protocols/testing/src/sagellm/testing/topology.py": "the best of five, beside a piece of work",
+    "core-protocols/testing/src/sagellm/testing/patience.py": "gives up after minutes",
     "core-protocols/tests/test_core_runtime.py": "one time lies between two others",
     "engines/src/sagellm/engines/testing/steps.py": "between two looks",
-    "engines/tests/bench/conftest.py": "servers that are told how long they take, on virtual time",
-    "engines/tests/http/test_server_connections.py": "on virtual time",
-    "engines/tests/remote/preloaded.py": "a program that waits for its other half",
-    "engines/tests/remote/test_admin.py": "sets the clock of a file",
-    "engines/tests/remote/test_supervision.py": "one time lies between two others",
+    "engines/lab/tests/bench/conftest.py": "servers that are told how long they take, on virtual time",
+    "engines/server/tests/http/test_server_connections.py": "on virtual time",
+    "engines/server/tests/remote/preloaded.py": "a program that waits for its other half",
+    "engines/server/tests/remote/test_admin.py": "sets the clock of a file",
+    "engines/server/tests/remote/test_supervision.py": "one time lies between two others",
     "engines/tests/test_progress.py": "more time allows more lines",
     "integration-tests/planted_bugs.py": "tells how long a search took",
     "integration-tests/planted_served_bugs.py": "tells how long a search took",
@@ -55,7 +56,7 @@ SLEEPS = {"time.sleep", "asyncio.sleep"}
 TEST_FOLDERS = (
     *(f"{name}/tests" for name in PACKAGES),
     *("integration-tests", "examples"),
-    *("core-protocols/src/sagellm/core/testing", "engines/src/sagellm/engines/testing"),
+    *("core-protocols/testing/src/sagellm/testing", "engines/src/sagellm/engines/testing"),
 )
 
 HARD_LINES = 800
@@ -155,15 +156,15 @@ def test_all_packages_have_one_version():
 
 def test_installed_metadata_agrees_with_the_source():
     for name, module in MODULES.items():
-        installed = importlib.metadata.version(f"sagellm-{name}")
+        installed = importlib.metadata.version(PROJECTS[name]["name"])
         assert installed == importlib.import_module(module).__version__, name
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_is_named_after_its_folder_and_has_one_entry_point(package):
     project = PROJECTS[package]
-    assert project["name"] == f"sagellm-{package}"
-    also = {"pytest11"} if package == "core-protocols" else set()  # the plugin of pytest is no provider
+    assert project["name"] == f"sagellm-{package.rpartition('/')[2]}"
+    also = {"pytest11"} if package.endswith("testing") else set()  # the plugin of pytest is no provider
     assert set(project["entry-points"]) == {"sagellm"} | also
     assert len(project["entry-points"]["sagellm"]) == 1
     entry_points = importlib.metadata.distribution(project["name"]).entry_points.select(group="sagellm")
@@ -195,15 +196,15 @@ def test_plugin_modules_import_core_alone():
             assert not foreign, name
 
 
-def test_only_plugin_modules_implement_the_provider_hook():
+def test_only_plugin_modules_implement_the_hooks_that_offer():
     found = [
         name
         for name, tree in trees()
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name == "sagellm_providers"
+        if isinstance(node, ast.FunctionDef) and node.name in ("sagellm_providers", "sagellm_commands")
     ]
     assert {Path(name).name for name in found} == {"plugin.py", "hookspecs.py"}
-    assert len(found) == len(PACKAGES) + 1
+    assert len(set(found)) == len(PACKAGES) + 1
 
 
 def test_nothing_unpickles_or_evaluates():

@@ -28,7 +28,7 @@ import pytest
 from sagellm.engines import AsyncLLMEngine, SamplingParams
 from sagellm.engines.cli import main
 from sagellm.engines.config import ServerConfig
-from sagellm.engines.http import create_app, make_server
+from sagellm.server.http import create_app, make_server
 from sagellm.engines.testing import make_checkpoint
 
 checkpoint, tests = sys.argv[1:]

@@ -5,7 +5,7 @@ import torch
 
 from sagellm.accel import Int4Quantizer, QuantizationConfig, QuantizationGranularity
 from sagellm.core import ConfigError, PluginRegistry, ProviderSpec, QuantizerProtocol
-from sagellm.core.testing.quantizer import GRANULARITIES, QuantizerContract, max_error_steps
+from sagellm.testing.quantizer import GRANULARITIES, QuantizerContract, max_error_steps
 
 PER_GROUP = QuantizationGranularity.PER_GROUP
 PER_CHANNEL = QuantizationGranularity.PER_CHANNEL

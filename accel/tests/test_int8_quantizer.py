@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from sagellm.accel import Int8Quantizer, QuantizationConfig, QuantizationGranularity
 from sagellm.accel.int8 import fits_kernel, packed_product, sliced_product
 from sagellm.core import ConfigError, InvalidInputError, QuantizationOutput, QuantizerProtocol
-from sagellm.core.testing.quantizer import GRANULARITIES, QuantizerContract, max_error_steps
+from sagellm.testing.quantizer import GRANULARITIES, QuantizerContract, max_error_steps
 
 HALF_A_STEP = 0.5 + QuantizerContract.ROUNDING
 PER_CHANNEL, PER_GROUP, PER_TENSOR = (

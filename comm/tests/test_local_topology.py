@@ -11,7 +11,7 @@ import pytest
 
 from sagellm.comm import LocalTopology
 from sagellm.comm.tree import parse_ids
-from sagellm.core.testing.topology import TopologyContract
+from sagellm.testing.topology import TopologyContract
 
 NETWORK_LEFT_OUT = "network interfaces can only be read on the running machine: left out for another root"
 

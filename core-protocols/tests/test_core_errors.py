@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from sagellm.core import AuditError, OutOfBlocksError, errors, nearest, testing
+from sagellm import testing
+from sagellm.core import AuditError, OutOfBlocksError, errors, nearest
 
 LINE = re.compile(r"^(?P<indent>[│ ├└─]*)(?P<name>\w+)(?: \((?P<also>\w+)\))?")
 

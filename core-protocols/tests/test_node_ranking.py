@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from sagellm.core import NodeRanking, Randomness
-from sagellm.core.testing.eviction import make_node
+from sagellm.testing.eviction import make_node
 
 
 def test_nodes_come_out_by_key_and_equal_ones_by_age():

@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 
 from sagellm.core import EvictionMetrics, NullEvictionPolicy
-from sagellm.core.testing import (
+from sagellm.testing import (
     AuditError,
     AuditingEvictionPolicy,
     EvictionPolicyContract,
     RankingEvictionPolicyContract,
 )
-from sagellm.core.testing.eviction import make_node
+from sagellm.testing.eviction import make_node
 
 
 class TestNullEvictionPolicy(EvictionPolicyContract):

@@ -28,16 +28,16 @@ from sagellm.core import (
     SequenceId,
     TopologyProtocol,
 )
-from sagellm.core.testing import (
+from sagellm.testing import (
     KVAllocatorContract,
     KVPoolContract,
     LifetimePredictorContract,
     PrefixCacheContract,
 )
-from sagellm.core.testing.quantizer import QuantizerContract
-from sagellm.core.testing.scheduler import SchedulerPlanContract
-from sagellm.core.testing.scheduler_pass import SchedulerPassContract
-from sagellm.core.testing.topology import TopologyContract
+from sagellm.testing.quantizer import QuantizerContract
+from sagellm.testing.scheduler import SchedulerPlanContract
+from sagellm.testing.scheduler_pass import SchedulerPassContract
+from sagellm.testing.topology import TopologyContract
 
 
 class TestNullKVAllocator(KVAllocatorContract):

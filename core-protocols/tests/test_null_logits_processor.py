@@ -5,7 +5,7 @@ import math
 import pytest
 
 from sagellm.core import ExtraArg, LogitsRequest, NullLogitsProcessor
-from sagellm.core.testing import LogitsProcessorContract
+from sagellm.testing import LogitsProcessorContract
 
 
 class TestNullLogitsProcessor(LogitsProcessorContract):

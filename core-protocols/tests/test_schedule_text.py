@@ -20,7 +20,7 @@ from sagellm.core import (
     schedule_from_text,
 )
 from sagellm.core.ids import RequestId
-from sagellm.core.testing.schedule_states import random_ir
+from sagellm.testing.schedule_states import random_ir
 
 ODD = [
     "1",

@@ -13,8 +13,8 @@ from sagellm.core import (
     InvalidRequestError,
     UnknownRequestError,
 )
-from sagellm.core.testing.patience import PATIENCE_S, wait_until_async
 from sagellm.engines import AsyncLLMEngine, SamplingParams
+from sagellm.testing.patience import PATIENCE_S, wait_until_async
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)

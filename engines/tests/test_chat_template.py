@@ -8,12 +8,12 @@ import pytest
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines import SamplingParams
-from sagellm.engines.http.prompt_encoder import PromptEncoder
 from sagellm.engines.testing.tokenizers import make_tokenizer
 from sagellm.engines.text import ChatMessage, ChatTemplate
 from sagellm.engines.text.chat_messages import read_conversations
 from sagellm.engines.text.chat_template import ChatTemplateError
 from sagellm.engines.text.placeholders import Placeholders
+from sagellm.server.http.prompt_encoder import PromptEncoder
 
 HELLO = [{"role": "user", "content": "Hello"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)

@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from sagellm.core import ConfigError, ProviderSpec
 from sagellm.engines.config import EngineConfig, KVConfig, SchedulerConfig
-from sagellm.engines.config.providers import parse_provider, short_form
 from sagellm.engines.config.schema import PROVIDER_KINDS
 from sagellm.engines.config.sections import STAGES
 from sagellm.engines.config.settings import ALL_NAMES, flag_of
@@ -221,13 +220,13 @@ def test_a_provider_takes_options_in_three_forms(text, expected):
 )
 def test_a_provider_is_written_as_it_is_read(options):
     spec = ProviderSpec("a-pass", options)
-    assert parse_provider(short_form(spec)) == spec
+    assert ProviderSpec.of(spec.text) == spec
 
 
 @pytest.mark.parametrize("text", ["a{x=1", "a x=1}", "a{x=1}}b"])
 def test_braces_that_do_not_match_are_said(text):
     with pytest.raises(ConfigError, match=r"the braces after 'a.*' do not match"):
-        parse_provider(text)
+        ProviderSpec.of(text)
 
 
 @pytest.mark.parametrize(

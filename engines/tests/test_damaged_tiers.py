@@ -12,8 +12,8 @@ import pytest
 from xxhash import xxh3_128_digest
 
 from sagellm.core import MemoryFiles, Namespace, Runtime, StoreKey, SystemFiles, pack
-from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines import SamplingParams
+from sagellm.testing.patience import PATIENCE_S, wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 _random = random.Random(5)

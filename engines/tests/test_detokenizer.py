@@ -3,7 +3,6 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, decoders as steps, models
 from transformers import PreTrainedTokenizerFast
 
-from sagellm.core.testing.cost import least_cpu_ns, slowness
 from sagellm.engines.testing import decoders
 from sagellm.engines.testing.decoders import (
     CORPUS,
@@ -13,6 +12,7 @@ from sagellm.engines.testing.decoders import (
     word_piece,
 )
 from sagellm.engines.text.detokenizer import IncrementalDetokenizer, TokenwiseDetokenizer, decoder_of
+from sagellm.testing.cost import least_cpu_ns, slowness
 
 SAMPLES = [
     *CORPUS[:5],

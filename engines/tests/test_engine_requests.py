@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sagellm.core import DuplicateRequestError, InvalidRequestError, Namespace, UnknownRequestError, pack
-from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines import SamplingParams
+from sagellm.testing.patience import PATIENCE_S
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 

@@ -26,7 +26,7 @@ from sagellm.engines.loading.format_and_family import (
     select_family,
 )
 from sagellm.engines.machine import read_topology
-from sagellm.engines.traces.read import read_trace
+from sagellm.lab.traces.read import read_trace
 
 KINDS_AND_SETTINGS = {
     "engine": {"engine_kind": "exit"},

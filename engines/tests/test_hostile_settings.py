@@ -15,7 +15,7 @@ from sagellm.engines.config.bounded_json import parse_json
 from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.loading import SafetensorsFormat
-from sagellm.engines.simulation.tier_costs import read_tier_costs
+from sagellm.lab.simulation.tier_costs import read_tier_costs
 
 MAX_SECONDS, MAX_BYTES = 3.0, 100_000_000
 

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from sagellm.core import CheckpointError
 from sagellm.engines.embedded import embedded_model
-from sagellm.engines.http.tokenizing import tokenizer_info
 from sagellm.engines.loading.json_tokenizer_files import NeedsTransformersError, open_json_tokenizer
 from sagellm.engines.loading.tokenizer import load_tokenizer, open_tokenizer
 from sagellm.engines.models.quiet import quiet_transformers
@@ -21,6 +20,7 @@ from sagellm.engines.testing import make_checkpoint
 from sagellm.engines.testing.tokenizers import CHAT_TEMPLATE, SPECIAL_TOKENS, TEXT
 from sagellm.engines.text import IncrementalDetokenizer
 from sagellm.engines.text.json_tokenizer import JsonTokenizer
+from sagellm.server.http.tokenizing import tokenizer_info
 
 TEXTS = (
     "Hello, world!  How\tare you?\n\n",

@@ -24,9 +24,9 @@ from sagellm.core import (
     TokenIds,
     headers_of,
 )
-from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines import SamplingParams
 from sagellm.kvmgr.kv_pool.saves import joined_runs
+from sagellm.testing.patience import PATIENCE_S, wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 _random = random.Random(5)

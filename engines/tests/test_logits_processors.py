@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sagellm.core import LogitsRequest, LogitsRow
-from sagellm.core.testing import LogitsProcessorContract
 from sagellm.engines.sampling.processors import AllowedTokenIds, BadWords, LogitBias, MinTokens
 from sagellm.engines.testing import make_tokenizer
 from sagellm.engines.text.bad_words import bad_words_token_ids
+from sagellm.testing import LogitsProcessorContract
 
 STOPS = frozenset({3, 96})
 

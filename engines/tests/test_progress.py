@@ -15,9 +15,9 @@ import pytest
 
 import sagellm.engines.progress as module
 from sagellm.core import RequestId
-from sagellm.core.testing.patience import wait_until
 from sagellm.engines import SamplingParams
 from sagellm.engines.progress import RequestShares, progress_bar
+from sagellm.testing.patience import wait_until
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from sagellm.core.protocols.kv_tier import TierResult
-from sagellm.core.testing.patience import wait_until
 from sagellm.engines import SamplingParams
+from sagellm.testing.patience import wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 _random = random.Random(14)

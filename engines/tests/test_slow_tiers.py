@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from sagellm.core import Runtime, VirtualClock
-from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines import SamplingParams
+from sagellm.testing.patience import PATIENCE_S
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 _random = random.Random(8)

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from sagellm.core import Namespace
-from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines import SamplingParams
 from sagellm.engines.testing import make_checkpoint
+from sagellm.testing.patience import PATIENCE_S, wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 NUM_TOKENS, BLOCK_SIZE = 4096, 16

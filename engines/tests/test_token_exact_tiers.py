@@ -8,8 +8,8 @@ import pytest
 
 from sagellm.core import Namespace
 from sagellm.core.late_kv_tier import LateKVTier
-from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines import SamplingParams
+from sagellm.testing.patience import PATIENCE_S, wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 _random = random.Random(3)

@@ -3,8 +3,6 @@ from __future__ import annotations
 import pytest
 
 from sagellm.core import EvictionCandidate, NodeId
-from sagellm.core.testing import RankingEvictionPolicyContract
-from sagellm.core.testing.eviction import make_node
 from sagellm.kvmgr.eviction import (
     ARCEvictionPolicy,
     CostEvictionPolicy,
@@ -14,6 +12,8 @@ from sagellm.kvmgr.eviction import (
     S3FIFOEvictionPolicy,
     SLRUEvictionPolicy,
 )
+from sagellm.testing import RankingEvictionPolicyContract
+from sagellm.testing.eviction import make_node
 
 
 class TestLRUEvictionPolicy(RankingEvictionPolicyContract):

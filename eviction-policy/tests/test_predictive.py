@@ -15,8 +15,8 @@ from sagellm.core import (
     NullLifetimePredictor,
     PredictionRequest,
 )
-from sagellm.core.testing import RankingEvictionPolicyContract
 from sagellm.kvmgr.eviction import PredictiveEvictionPolicy, predictive
+from sagellm.testing import RankingEvictionPolicyContract
 
 SECOND = 1_000_000_000
 HORIZON_S = 100

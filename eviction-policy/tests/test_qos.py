@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from sagellm.core import CachedNode, ConfigError, EvictionCandidate, Namespace, NodeId
-from sagellm.core.testing import RankingEvictionPolicyContract
 from sagellm.kvmgr.eviction import QoSEvictionPolicy
+from sagellm.testing import RankingEvictionPolicyContract
 
 
 class TestQoSEvictionPolicy(RankingEvictionPolicyContract):

@@ -11,11 +11,11 @@ from random import Random
 import pytest
 
 from sagellm.core import CachedNode, NodeId
-from sagellm.core.testing import RankingEvictionPolicyContract
 from sagellm.kvmgr.eviction import ReuseEvictionPolicy
 from sagellm.kvmgr.eviction.return_model import ReturnModel, ReturnModels, TurnFacts
 from sagellm.kvmgr.eviction.return_ranking import END, LEFT_BEHIND, LIVE, Place, ReturnRanking, Worth
 from sagellm.kvmgr.eviction.shadows import Duel, Stretch, Turn
+from sagellm.testing import RankingEvictionPolicyContract
 
 SECOND = 1_000_000_000
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from served import served
 
-from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines.embedded import embedded_model
+from sagellm.testing.patience import PATIENCE_S
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: hatch run clients:test")
 

@@ -15,8 +15,8 @@ from urllib.request import urlopen
 import pytest
 from served import served
 
-from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines.embedded import embedded_model
+from sagellm.testing.patience import PATIENCE_S
 
 MODEL = embedded_model()
 NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 6, 16, 8

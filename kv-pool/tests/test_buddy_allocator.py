@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from sagellm.core import BlockId, KVAllocatorProtocol
-from sagellm.core.testing import KVAllocatorContract
 from sagellm.kvmgr.kv_pool import BuddyAllocator
+from sagellm.testing import KVAllocatorContract
 
 
 def num_runs(block_ids: list[BlockId]) -> int:

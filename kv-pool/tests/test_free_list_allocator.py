@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from sagellm.core import BlockId, KVAllocatorProtocol
-from sagellm.core.testing import KVAllocatorContract
 from sagellm.kvmgr.kv_pool import FreeListAllocator
+from sagellm.testing import KVAllocatorContract
 
 
 class TestFreeListAllocator(KVAllocatorContract):

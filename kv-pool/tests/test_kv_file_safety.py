@@ -11,11 +11,11 @@ import sys
 import pytest
 
 from sagellm.core import ConfigError, Randomness, StoreKey, SystemRandomAccessFile
-from sagellm.core.testing.kv_tier import get, make_data, make_header, put
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import NVMeBackend
 from sagellm.kvmgr.kv_pool.tiers.providers import default_folder, file_tier
 from sagellm.kvmgr.kv_pool.tiers.record import RecordFormat
+from sagellm.testing.kv_tier import get, make_data, make_header, put
 
 UNIT = 4096
 
@@ -124,7 +124,7 @@ def test_a_smaller_quota_holds_for_the_file_that_is_there(tmp_path):
 
 ENDING = """
 import os, signal, sys, time
-from sagellm.core.testing.kv_tier import make_data, make_header, put
+from sagellm.testing.kv_tier import make_data, make_header, put
 from sagellm.kvmgr.kv_pool.tiers.providers import file_tier
 tier = file_tier(1 << 20, folder=sys.argv[1])
 assert put(tier, make_header(1), make_data(1)) == "done"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from sagellm.core import MemoryFiles, Randomness
-from sagellm.core.testing.kv_tier import BLOCK_BYTES, get, make_data, make_header, put
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend, NVMeBackend
 from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
+from sagellm.testing.kv_tier import BLOCK_BYTES, get, make_data, make_header, put
 
 UNIT = 4096
 
@@ -192,7 +192,7 @@ def test_a_full_disk_and_read_errors_fall_back_and_lose_nothing_else():
 WRITER = """
 import sys
 from itertools import count
-from sagellm.core.testing.kv_tier import make_data, make_header
+from sagellm.testing.kv_tier import make_data, make_header
 from sagellm.core.protocols.kv_tier import TierRequest, run_to_end
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import NVMeBackend

@@ -16,13 +16,13 @@ from sagellm.core.protocols.kv_tier import (
     TierResult,
     run_to_end,
 )
-from sagellm.core.testing.kv_tier import BLOCK_BYTES, KVTierContract, get, make_data, make_header, put
-from sagellm.core.testing.kv_tier_model import KVTierMachine
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend, HBMBackend, NVMeBackend
 from sagellm.kvmgr.kv_pool.tiers.classifier import HotColdClassifier
 from sagellm.kvmgr.kv_pool.tiers.offsets import OffsetAllocator
 from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
+from sagellm.testing.kv_tier import BLOCK_BYTES, KVTierContract, get, make_data, make_header, put
+from sagellm.testing.kv_tier_model import KVTierMachine
 
 _names = count()
 

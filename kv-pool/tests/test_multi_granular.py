@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from sagellm.core import BlockError, ConfigError, OutOfBlocksError, Randomness
-from sagellm.core.testing import run_in_threads
 from sagellm.kvmgr.kv_pool import Extent, KVPoolConfig, MultiGranularKVPool
+from sagellm.testing import run_in_threads
 
 
 def make(total_tokens: int = 4096, sequence_tokens: int = 256, page_tokens: int = 16) -> MultiGranularKVPool:

@@ -25,10 +25,10 @@ from sagellm.core import (
     pack,
 )
 from sagellm.core.late_kv_tier import LateKVTier
-from sagellm.core.testing.patience import wait_until
 from sagellm.kvmgr.kv_pool import BackendTier, DDRBackend
 from sagellm.kvmgr.kv_pool.offload import KVOffload, tiered
 from sagellm.kvmgr.kv_pool.tiers.providers import file_tier, host_tier
+from sagellm.testing.patience import wait_until
 
 SIZE, BLOCK_BYTES, NUM_BLOCKS = 4, 64, 32
 NAMESPACE = Namespace()

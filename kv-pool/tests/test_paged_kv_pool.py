@@ -19,8 +19,8 @@ from sagellm.core import (
     OutOfBlocksError,
     SequenceId,
 )
-from sagellm.core.testing import KVPoolContract, run_in_threads
 from sagellm.kvmgr.kv_pool import BuddyAllocator, FreeListAllocator, GPUKVPool, PagedKVPool
+from sagellm.testing import KVPoolContract, run_in_threads
 
 
 def ask(num_blocks: int, sequence_id: str = "x") -> BlockAllocationRequest:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from sagellm.core import Runtime, VirtualClock
-from sagellm.core.conformance import Conformance
 from sagellm.core.protocols.kv_tier import KVTierProtocol, TierOutcome, TierRequest
-from sagellm.core.testing.kv_tier import KVTierContract, get, make_data, make_header, put
-from sagellm.core.testing.patience import PATIENCE_S, listens, wait_until
+from sagellm.testing.conformance import Conformance
+from sagellm.testing.kv_tier import KVTierContract, get, make_data, make_header, put
+from sagellm.testing.patience import PATIENCE_S, listens, wait_until
 
 pytest.importorskip("redis")
 

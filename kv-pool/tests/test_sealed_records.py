@@ -11,11 +11,11 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 from sagellm.core import KVIdentity, Randomness, StoreKey
 from sagellm.core.kv_block import BlockHeader
 from sagellm.core.protocols.kv_tier import KVTierProtocol
-from sagellm.core.testing.kv_tier import BLOCK_BYTES, get, make_data, make_header, put
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend, NVMeBackend
 from sagellm.kvmgr.kv_pool.tiers.providers import file_tier
 from sagellm.kvmgr.kv_pool.tiers.record import PREFIX_BYTES, Checksums, RecordFormat, num_head_bytes
+from sagellm.testing.kv_tier import BLOCK_BYTES, get, make_data, make_header, put
 
 UNIT = 4096
 FUZZ_SEED = int(os.environ.get("SAGELLM_FUZZ_SEED", "0")) * 1_000_000

@@ -15,8 +15,6 @@ import pytest
 
 from sagellm.core import Randomness, Runtime, StoreKey, VirtualClock
 from sagellm.core.protocols.kv_tier import KVTierProtocol, TierOutcome, TierRequest
-from sagellm.core.testing.kv_tier import BLOCK_BYTES, get, make_data, make_header, put
-from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.kvmgr.kv_pool.tiers import resp
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend
@@ -24,6 +22,8 @@ from sagellm.kvmgr.kv_pool.tiers.background import BackgroundTier
 from sagellm.kvmgr.kv_pool.tiers.providers import redis_tier
 from sagellm.kvmgr.kv_pool.tiers.redis import RedisTier
 from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
+from sagellm.testing.kv_tier import BLOCK_BYTES, get, make_data, make_header, put
+from sagellm.testing.patience import PATIENCE_S, wait_until
 
 FUZZ_SEED = int(os.environ.get("SAGELLM_FUZZ_SEED", "0"))
 TIMEOUT_S = PATIENCE_S

@@ -13,9 +13,9 @@ from sagellm.core import (
     SequenceId,
     pack,
 )
-from sagellm.core.testing import LifetimePredictorContract
 from sagellm.kvmgr.lifetime import StatisticalLifetimePredictor
 from sagellm.kvmgr.lifetime.statistical import bucket_of
+from sagellm.testing import LifetimePredictorContract
 
 
 class TestStatisticalLifetimePredictor(LifetimePredictorContract):

@@ -11,9 +11,9 @@ import pytest
 
 from sagellm.core import AuditError, CachedNode, NodeId, VirtualClock
 from sagellm.core.protocols.eviction import NullEvictionPolicy
-from sagellm.core.testing import AuditingEvictionPolicy
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
 from sagellm.kvmgr.prefix_cache.leaf_order import LeafLRU
+from sagellm.testing import AuditingEvictionPolicy
 
 CALLS = ["on_insert", "on_hit", "on_resize", "on_remove", "add_candidate", "remove_candidate", "victim"]
 

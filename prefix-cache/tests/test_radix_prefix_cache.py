@@ -15,8 +15,8 @@ from sagellm.core import (
     VirtualClock,
     pack,
 )
-from sagellm.core.testing import AuditingEvictionPolicy, KeepingPrefixCacheContract
 from sagellm.kvmgr.prefix_cache import CrossRequestKVCache, PrefixNode, RadixPrefixCache
+from sagellm.testing import AuditingEvictionPolicy, KeepingPrefixCacheContract
 
 
 class TestRadixPrefixCache(KeepingPrefixCacheContract):

@@ -9,9 +9,9 @@ import pytest
 
 from sagellm.core import ConfigError, EngineError, NullSchedulerPass, ScheduleIR, TokenIds, VirtualClock
 from sagellm.core.ids import RequestId
-from sagellm.core.testing.schedule_simulation import ScheduleSimulation
-from sagellm.core.testing.scheduler import SchedulerContract
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, PrefixHit, SchedulePlan, ScheduleRequest
+from sagellm.testing.schedule_simulation import ScheduleSimulation
+from sagellm.testing.scheduler import SchedulerContract
 
 
 def prompt(name: str, num_tokens: int, **values: float) -> ScheduleRequest:

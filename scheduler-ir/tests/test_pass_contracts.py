@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from sagellm.core import ConfigError, PluginRegistry, SchedulerPassProtocol, StepCost, Tenant
-from sagellm.core.testing.schedule_simulation import ScheduleSimulation
-from sagellm.core.testing.scheduler_pass import SchedulerPassContract
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
 from sagellm.kvmgr.scheduler_ir.passes import (
     AdmissionLimitPass,
@@ -24,6 +22,8 @@ from sagellm.kvmgr.scheduler_ir.passes import (
     PrefixCacheAwarePass,
     PriorityBasedPass,
 )
+from sagellm.testing.schedule_simulation import ScheduleSimulation
+from sagellm.testing.scheduler_pass import SchedulerPassContract
 
 
 class TestPrefixAware(SchedulerPassContract):

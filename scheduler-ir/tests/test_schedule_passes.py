@@ -12,10 +12,6 @@ import pytest
 
 from sagellm.core import EngineError, PluginRegistry, TokenIds, VirtualClock
 from sagellm.core.ids import RequestId
-from sagellm.core.testing.schedule_simulation import ScheduleSimulation
-from sagellm.core.testing.schedule_states import make_ir
-from sagellm.core.testing.scheduler import FAULTS, TWO_OF_EACH
-from sagellm.core.testing.scheduler_pass import SchedulerPassContract
 from sagellm.kvmgr.scheduler_ir import (
     BaseSchedulerIR,
     PrefixHit,
@@ -25,6 +21,10 @@ from sagellm.kvmgr.scheduler_ir import (
     ScheduleRequest,
     SchedulerPassProtocol,
 )
+from sagellm.testing.schedule_simulation import ScheduleSimulation
+from sagellm.testing.schedule_states import make_ir
+from sagellm.testing.scheduler import FAULTS, TWO_OF_EACH
+from sagellm.testing.scheduler_pass import SchedulerPassContract
 
 GIVEN = """\
 step 0 at 3.500 s: available=7 tokens=64 seats=4 block=16

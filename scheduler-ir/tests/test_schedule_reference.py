@@ -8,7 +8,6 @@ from random import Random
 import numpy as np
 import pytest
 
-from sagellm.core.testing.schedule_states import decoding_request, make_ir, random_state
 from sagellm.kvmgr.scheduler_ir import (
     BaseSchedulerIR,
     PrefixHit,
@@ -19,6 +18,7 @@ from sagellm.kvmgr.scheduler_ir import (
 )
 from sagellm.kvmgr.scheduler_ir.hits import PrefixHits
 from sagellm.kvmgr.scheduler_ir.step import Step
+from sagellm.testing.schedule_states import decoding_request, make_ir, random_state
 
 
 class Reference:

@@ -13,9 +13,9 @@ import sys
 import termios
 from pathlib import Path
 
-from sagellm.core.testing.patience import PATIENCE_S, wait_until
 from sagellm.engines.cli.chat.terminal import Terminal
 from sagellm.engines.testing.steps import HeldCores
+from sagellm.testing.patience import PATIENCE_S, wait_until
 
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-blocks", "512", "--temperature", "0")
 

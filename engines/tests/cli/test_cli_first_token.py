@@ -14,10 +14,10 @@ UNNEEDED = {
     *("transformers", "huggingface_hub", "safetensors", "jinja2", "rich", "yaml", "matplotlib", "scipy"),
     *("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "httpx", "openai", "prometheus_client"),
     *("triton", "sympy", "torch._dynamo", "torch._inductor"),
-    *("sagellm.engines.http", "sagellm.engines.serve", "sagellm.engines.async_engine"),
-    *("sagellm.engines.bench", "sagellm.engines.simulation", "sagellm.engines.text.process"),
-    *("sagellm.engines.testing", "sagellm.core.testing", "sagellm.core.conformance"),
-    *("sagellm.engines.cli.chat", "sagellm.engines.cli.serve", "sagellm.engines.models.transformers_model"),
+    *("sagellm.server.http", "sagellm.server.serve", "sagellm.engines.async_engine"),
+    *("sagellm.lab.bench", "sagellm.lab.simulation", "sagellm.server.text_process"),
+    *("sagellm.engines.testing", "sagellm.testing.eviction", "sagellm.testing.conformance", "pytest"),
+    *("sagellm.engines.cli.chat", "sagellm.server.cli.serve", "sagellm.engines.models.transformers_model"),
 }
 _RUN = """
 import io, json, sys

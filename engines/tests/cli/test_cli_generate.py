@@ -11,12 +11,12 @@ from typing import ClassVar
 import pytest
 
 import sagellm.engines
-from sagellm.core.testing.patience import PATIENCE_S
 from sagellm.engines import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from sagellm.engines.cli.generated import TextPrinter
 from sagellm.engines.loading.tokenizer import load_tokenizer
 from sagellm.engines.progress import _PlainLines
 from sagellm.engines.text import ChatTemplate
+from sagellm.testing.patience import PATIENCE_S
 
 SMALL = ("--num-blocks", "64", "--device", "cpu")
 REAL = (*SMALL, "--max-tokens", "8", "--temperature", "0", "--dtype", "float32")

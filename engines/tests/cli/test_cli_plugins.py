@@ -316,7 +316,7 @@ def test_options_to_check_with_are_a_mapping_of_plain_values(sage, text):
 
 
 def test_check_completes_the_names_of_distributions(install):
-    from sagellm.engines.cli.plugin_check import complete_distribution
+    from sagellm.testing.command import complete_distribution
 
     install("moon-plugin", BROKEN)
     assert complete_distribution("moon") == ["moon-plugin"]

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sagellm.core.testing.patience import PATIENCE_S, reserved_port, wait_until
 from sagellm.engines.testing import make_checkpoint
+from sagellm.testing.patience import PATIENCE_S, reserved_port, wait_until
 
 # Read by every Python process at its start: notes who imports transformers, and fails.
 _SITE = """

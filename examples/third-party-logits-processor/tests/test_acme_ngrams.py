@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from acme_ngrams.processor import NoRepeatNgrams
 
+from acme_ngrams.processor import NoRepeatNgrams
 from sagellm.core import LogitsRequest, LogitsRow
-from sagellm.core.testing import LogitsProcessorContract
+from sagellm.testing import LogitsProcessorContract
 
 
 class TestNoRepeatNgrams(LogitsProcessorContract):

@@ -1,9 +1,8 @@
 """The conformance kit of sageLLM, and what is special about this policy."""
 
 from acme_mru.policy import MRUEvictionPolicy
-
 from sagellm.core import CachedNode
-from sagellm.core.testing import RankingEvictionPolicyContract
+from sagellm.testing import RankingEvictionPolicyContract
 
 
 class TestMRUEvictionPolicy(RankingEvictionPolicyContract):

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from sagellm.core._lazy import lazy as lazy
+from sagellm.core._moved import find_moved_modules
 
 if TYPE_CHECKING:
     from sagellm.core.checks import *
@@ -102,8 +103,8 @@ _NAMES = {
     "plugins.hookspecs": "hookimpl",
     "plugins.failure": "call_plugin plugin_failure",
     "plugins.options": "ChosenProvider ProviderOption ProviderSpec",
-    "plugins.provider": "KINDS Kind Provider",
-    "plugins.registry": "InstalledPlugin InstalledProvider PluginRegistry",
+    "plugins.provider": "Command KINDS Kind Provider",
+    "plugins.registry": "InstalledCommand InstalledPlugin InstalledProvider PluginRegistry",
     "protocols.attention": """
         AttentionBackendProtocol AttentionMetrics AttentionSpec InputBatch NullAttentionBackend
     """,
@@ -183,3 +184,5 @@ _MODULE_OF = {name: f".{module}" for module, names in _NAMES.items() for name in
 __all__ = sorted(["__version__", "lazy", *_MODULE_OF])
 
 __getattr__ = lazy(__name__, _MODULE_OF)
+
+find_moved_modules()

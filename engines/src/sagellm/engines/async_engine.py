@@ -21,12 +21,12 @@ from sagellm.core import (
 )
 from sagellm.engines.config.engine_settings import EngineSettings
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.engine_client import RESPONSIVE_S
 from sagellm.engines.input_processor import RequestOptions
 from sagellm.engines.llm_engine import LLMEngine, one_of
 from sagellm.engines.output_stream import OutputStream, OutputStreams
 from sagellm.engines.outputs import RequestOutput
 from sagellm.engines.prompts import Prompt
-from sagellm.engines.remote.heartbeat import RESPONSIVE_S
 from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 from sagellm.core import EngineMetrics, EngineProtocol, FinishReason, SequenceId, TokenOutput
 from sagellm.engines.queued_request import QueuedRequest
 
+RESPONSIVE_S = 4.0
+"""An engine that makes no progress for longer while it has requests is unhealthy."""
+
 
 class EngineClient(ABC):
     """Sends requests to one engine; subclasses define how the results of its steps come back."""

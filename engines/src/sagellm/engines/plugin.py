@@ -1,6 +1,6 @@
-"""What this package offers: the engine, the model families and the torch backends."""
+"""What this package offers: the engine, the model families, the torch backends, and commands."""
 
-from sagellm.core import Provider, hookimpl
+from sagellm.core import Command, Provider, hookimpl
 
 _PACKAGE = "sagellm.engines"
 
@@ -9,7 +9,6 @@ _PACKAGE = "sagellm.engines"
 def sagellm_providers() -> list[Provider]:
     """Name this package's implementations."""
     attention, models = f"{_PACKAGE}.attention", f"{_PACKAGE}.models"
-    traces = f"{_PACKAGE}.traces"
     processors = f"{_PACKAGE}.sampling.processors"
     torch_backend = f"{_PACKAGE}.forward.torch_backend:TorchForwardBackend"
     return [
@@ -48,16 +47,27 @@ def sagellm_providers() -> list[Provider]:
         Provider("logits_processor", "logit_bias", f"{processors}:LogitBias", "adds to the logits of tokens"),
         Provider("logits_processor", "min_tokens", f"{processors}:MinTokens", "no end before min_tokens"),
         Provider(
-            "trace_reader", "sagellm", f"{traces}.sagellm:SageLLMTraceReader", "sageLLM's own, JSON lines"
-        ),
-        Provider("trace_reader", "mooncake", f"{traces}.mooncake:MooncakeTraceReader", "Mooncake's lines"),
-        Provider("trace_reader", "azure", f"{traces}.azure:AzureTraceReader", "Azure's CSV, lengths only"),
-        Provider("trace_reader", "chat", f"{traces}.chat:ChatLogReader", "chat logs with times, JSON lines"),
-        Provider(
             "logits_processor",
             "allowed_token_ids",
             f"{processors}:AllowedTokenIds",
             "nothing but these tokens",
         ),
         Provider("logits_processor", "bad_words", f"{processors}:BadWords", "never these words"),
+    ]
+
+
+@hookimpl
+def sagellm_commands() -> list[Command]:
+    """Name this package's commands."""
+    cli = f"{_PACKAGE}.cli"
+    return [
+        Command("generate", f"{cli}.generate:app", "Answer prompts, or continue them."),
+        Command("chat", f"{cli}.chat.command:app", "Chat with a model."),
+        Command("verify", f"{cli}.verify:app", "Compare a model's greedy tokens with transformers'."),
+        Command("plugins", f"{cli}.plugins:app", "List installed plugins, describe one, or test it."),
+        Command("config", f"{cli}.config:app", "Show the settings and where they come from."),
+        Command(
+            "doctor", f"{cli}.doctor.command:app", "Say what was found here, and how to fix what is wrong."
+        ),
+        Command("topology", f"{cli}.topology:app", "Show this machine's CPUs, memory, GPUs and network."),
     ]

@@ -1,4 +1,4 @@
-"""The hooks of sageLLM: one that offers implementations, three that observe.
+"""The hooks of sageLLM: two that offer implementations and commands, three that observe.
 
 Observer hooks run at most once per step or once per request, never per token or per block.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pluggy
 
-from sagellm.core.plugins.provider import Provider
+from sagellm.core.plugins.provider import Command, Provider
 from sagellm.core.protocols.kv_events import KVCacheEvent
 from sagellm.core.request import RequestRecord, StepRecord
 
@@ -21,6 +21,11 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 @hookspec
 def sagellm_providers() -> list[Provider]:
     """Return the implementations that this plugin offers. Called once, at loading."""
+
+
+@hookspec
+def sagellm_commands() -> list[Command]:
+    """Return the commands that this plugin adds to `sage llm`. Called once, at loading."""
 
 
 @hookspec

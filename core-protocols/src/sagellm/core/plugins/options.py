@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from sagellm.core.errors import ConfigError, PluginError, nearest
 from sagellm.core.plugins.failure import call_plugin
+from sagellm.core.plugins.option_text import options_text, read_value
 from sagellm.core.plugins.provider import KINDS
 
 _MAX_SHOWN = 100  # characters of a value in a message
@@ -28,10 +30,13 @@ class ProviderSpec:
 
     @classmethod
     def of(cls, value: object) -> ProviderSpec:
-        """Read `name`, or a mapping `{name: …, options: {…}}`. Raises ConfigError, whose subject is "it"."""
+        """Read `name`, `name{option=value}` or a mapping `{name: …, options: {…}}`, also as text.
+
+        Raises ConfigError, whose subject is "it".
+        """
         if isinstance(value, ProviderSpec):
             return value
-        given: Any = {"name": value} if isinstance(value, str) else value
+        given: Any = _read(value.strip()) if isinstance(value, str) else value
         if not isinstance(given, Mapping) or "name" not in given or not given.keys() <= {"name", "options"}:
             is_mapping = isinstance(given, Mapping)  # whose values may be secrets
             what = f"has {', '.join(map(str, given))}" if is_mapping else f"is {_shown(value)}"
@@ -42,6 +47,11 @@ class ProviderSpec:
         if not isinstance(options, Mapping) or not all(isinstance(each, str) for each in options):
             raise ConfigError(f"the options of {name!r} must be a mapping of names to values")
         return cls(name, dict(options))
+
+    @property
+    def text(self) -> str:
+        """`name` or `name{option=value, …}`, which `of` reads."""
+        return self.name + (options_text(self.options) if self.options else "")
 
     def plain(self) -> str | dict[str, Any]:
         """Return the shortest form that `of` reads."""
@@ -257,6 +267,18 @@ def _require(value: Any, is_right: bool) -> Any:  # noqa: FBT001
     if not is_right:
         raise TypeError
     return value
+
+
+def _read(text: str) -> Any:
+    if text.startswith("{"):
+        return read_value(text)
+    name, brace, rest = text.partition("{")
+    if brace and text.endswith("}") and not set(name) & set("[]}"):
+        return {"name": name.strip(), "options": read_value(brace + rest)}
+    if brace or "}" in text:
+        name = re.split("[{}]", text)[0]  # no more of it: options may be secrets
+        raise ConfigError(f"the braces after {_shown(name)} do not match; write NAME{{option=value}}")
+    return {"name": text}
 
 
 def _shown(value: object) -> str:

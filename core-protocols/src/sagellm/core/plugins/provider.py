@@ -1,4 +1,4 @@
-"""What a plugin offers: an implementation that can be imported but is not yet; and the kinds."""
+"""What a plugin offers, named but not yet imported: implementations of kinds, and commands."""
 
 from __future__ import annotations
 
@@ -64,6 +64,17 @@ class Provider(NamedTuple):
     """
 
     kind: str
+    name: str
+    target: str
+    summary: str
+
+
+class Command(NamedTuple):
+    """A command of `sage llm`, under the words that users type: `bench`, or `plugins check` within a group.
+
+    `target` is `module:attribute` of a `typer.Typer`, imported only when the command is called.
+    """
+
     name: str
     target: str
     summary: str

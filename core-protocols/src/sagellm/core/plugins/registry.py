@@ -1,19 +1,17 @@
-"""Finds plugins, lists what they offer, and turns a kind and a name into an implementation."""
+"""Lists what plugins offer, and turns a kind and a name into an implementation."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pluggy
 
@@ -29,8 +27,9 @@ from sagellm.core.errors import (
     nearest,
 )
 from sagellm.core.plugins import hookspecs
+from sagellm.core.plugins.entry_points import EntryPoint, entry_points, normalise
 from sagellm.core.plugins.options import ChosenProvider, ProviderSpec
-from sagellm.core.plugins.provider import KINDS, Provider
+from sagellm.core.plugins.provider import KINDS, Command, Provider
 from sagellm.core.version import SAGELLM_API, is_compatible
 
 GROUP = "sagellm"
@@ -39,10 +38,12 @@ _BUILT_IN = frozenset(
     f"sagellm-{folder}"
     for folder in (
         *("core-protocols", "prefix-cache", "kv-pool", "eviction-policy", "scheduler-ir"),
-        *("lifetime-predictor", "accel", "comm", "engines"),
+        *("lifetime-predictor", "accel", "comm", "engines", "server", "lab", "testing"),
     )
 )
 """sageLLM's own distributions; they keep a plain name even if another distribution provides it."""
+
+_Offer = TypeVar("_Offer", Provider, Command)
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,15 @@ class InstalledProvider:
     def label(self) -> str:
         """The name in error messages: kind, name, distribution and version."""
         return f"{self.provider.kind} {self.provider.name!r} of {self.distribution} {self.version}"
+
+
+@dataclass(frozen=True)
+class InstalledCommand:
+    """A command and the distribution that it came with."""
+
+    command: Command
+    distribution: str
+    version: str
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,7 @@ class PluginRegistry:
             self._manager.enable_tracing()
         self.plugins: list[InstalledPlugin] = []
         self._providers: list[InstalledProvider] = []
+        self._commands: list[InstalledCommand] = []
         self._owners: dict[str, str] = {}  # by module: the third-party distribution it belongs to
 
     @classmethod
@@ -103,10 +114,10 @@ class PluginRegistry:
         registry = cls(environ)
         allow = _names(environ.get("SAGELLM_PLUGINS_ALLOW", ""))
         deny = _names(environ.get("SAGELLM_PLUGINS_DENY", ""))
-        for distribution, version, entry_point in _entry_points():
-            if distribution in deny or (allow and distribution not in allow):
-                continue
-            registry._add(distribution, version, entry_point)
+        for entry_point in entry_points(GROUP):
+            distribution = entry_point.distribution
+            if distribution not in deny and (not allow or distribution in allow):
+                registry._add(entry_point)
         registry.plugins = [registry._marked(plugin) for plugin in registry.plugins]
         return registry
 
@@ -132,7 +143,8 @@ class PluginRegistry:
                 f"{SAGELLM_API}; install a version of {distribution} that matches"
             )
         self._check_hooks(plugin, distribution)
-        found = [InstalledProvider(p, distribution, version) for p in _call_providers(plugin, distribution)]
+        providers = [InstalledProvider(p, distribution, version) for p in _providers_of(plugin, distribution)]
+        commands = [InstalledCommand(c, distribution, version) for c in _commands_of(plugin, distribution)]
         if self._manager.is_registered(plugin):
             raise PluginHookError(f"{distribution} cannot be registered: it is registered already")
         try:
@@ -141,10 +153,11 @@ class PluginRegistry:
             if self._manager.is_registered(plugin):  # before 1.7 pluggy kept the hooks that were right
                 self._manager.unregister(plugin)
             raise PluginHookError(f"{distribution} cannot be registered: {error}") from error
-        self._providers += found
+        self._providers += providers
+        self._commands += commands
         if distribution not in _BUILT_IN:
             own = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
-            modules = [own, *(each.provider.target.partition(":")[0] for each in found)]
+            modules = [own, *(each.provider.target.partition(":")[0] for each in providers)]
             modules = [each for each in modules if not each.startswith("sagellm.")]
             self._owners |= dict.fromkeys(modules, f"{distribution} {version}")
 
@@ -157,6 +170,13 @@ class PluginRegistry:
             _check_kind(kind, "asked for")
         found = [entry for entry in self._providers if kind in (None, entry.provider.kind)]
         return sorted(found, key=lambda entry: (entry.provider.kind, entry.provider.name, entry.distribution))
+
+    def commands(self) -> list[InstalledCommand]:
+        """Return what plugins add to `sage llm`: each name once, and sageLLM's own before others."""
+        first: dict[str, InstalledCommand] = {}
+        for entry in sorted(self._commands, key=lambda entry: entry.distribution not in _BUILT_IN):
+            first.setdefault(entry.command.name, entry)
+        return list(first.values())
 
     def describe(self, error: BaseException) -> str:
         """Return the type and text of an error, preceded by the plugin and line where it arose, if any.
@@ -185,7 +205,7 @@ class PluginRegistry:
         """
         installed = self.providers(kind)
         distribution, colon, bare_name = name.rpartition(":")
-        wanted = f"{_normalise(distribution)}:{bare_name}" if colon else name
+        wanted = f"{normalise(distribution)}:{bare_name}" if colon else name
         matches = [entry for entry in installed if wanted in (entry.provider.name, entry.qualified_name)]
         matches = [entry for entry in matches if entry.distribution in _BUILT_IN] or matches
         if len(matches) == 1:
@@ -236,19 +256,20 @@ class PluginRegistry:
         """
         return self.choose(kind, spec).make(*arguments, **keywords)
 
-    def _add(self, distribution: str, version: str, entry_point: EntryPoint) -> None:
+    def _add(self, entry_point: EntryPoint) -> None:
+        distribution, version, name = entry_point
         problem: PluginError | None = None
         try:
-            with _import_errors(f"{distribution} does not import ({entry_point.value})"):
-                module = import_module(entry_point.value)
+            with _import_errors(f"{distribution} does not import ({name})"):
+                module = import_module(name)
             with _import_errors(f"{distribution} cannot be registered"):
                 self.register(module, distribution=distribution, version=version)
         except PluginError as error:
             problem = error
-        self.plugins.append(InstalledPlugin(distribution, version, entry_point.value, problem))
+        self.plugins.append(InstalledPlugin(distribution, version, name, problem))
 
     def _marked(self, plugin: InstalledPlugin) -> InstalledPlugin:
-        """Return a plugin with an error if it provides names of sageLLM's, which then do not select it."""
+        """Return a plugin with an error if it offers names of others, which then do not select it."""
         if plugin.distribution in _BUILT_IN or plugin.error is not None:
             return plugin
         ours = {
@@ -262,6 +283,12 @@ class PluginRegistry:
             for entry in self._providers
             if entry.distribution == plugin.distribution
             and (owner := ours.get((entry.provider.kind, entry.provider.name)))
+        ]
+        owners = {entry.command.name: entry.distribution for entry in self.commands()}
+        clashes += [
+            f"the command {entry.command.name!r}, which {owners[entry.command.name]} provides"
+            for entry in self._commands
+            if entry.distribution == plugin.distribution != owners[entry.command.name]
         ]
         if not clashes:
             return plugin
@@ -313,32 +340,47 @@ def _described(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _call_providers(plugin: object, distribution: str) -> list[Provider]:
-    offer = getattr(plugin, "sagellm_providers", None)
-    if offer is None:
-        return []
-    with _import_errors(f"{distribution}: sagellm_providers failed"):
-        found = offer()
-    if not isinstance(found, list) or not all(isinstance(entry, Provider) for entry in found):
-        with _import_errors(f"{distribution}: sagellm_providers must return a list of Provider"):
-            got = repr(found)
-        raise PluginHookError(
-            f"{distribution}: sagellm_providers must return a list of Provider, got {got[:_MAX_SHOWN]}"
-        )
+def _providers_of(plugin: object, distribution: str) -> list[Provider]:
+    found = _offered(plugin, distribution, "sagellm_providers", Provider)
     targets: dict[tuple[str, str], str] = {}
-    for entry in found:
-        if not all(type(value) is str for value in entry):
-            raise PluginHookError(
-                f"{distribution}: kind, name, target and summary of a Provider must be strings, "
-                f"got {', '.join(type(value).__name__ for value in entry)}"
-            )
-        kind, name, target, _ = entry
+    for kind, name, target, _ in found:
         _check_kind(kind, f"{distribution} provides {name!r} of")
         if (kind, name) in targets:
             raise DuplicateProviderError(
                 f"{distribution} provides the {kind} {name!r} twice: {targets[kind, name]} and {target}"
             )
         targets[kind, name] = target
+    return found
+
+
+def _commands_of(plugin: object, distribution: str) -> list[Command]:
+    found = _offered(plugin, distribution, "sagellm_commands", Command)
+    names = [command.name for command in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise DuplicateProviderError(f"{distribution} provides the command {name!r} twice")
+    return found
+
+
+def _offered(plugin: object, distribution: str, hook: str, kind: type[_Offer]) -> list[_Offer]:
+    """Return what a hook of a plugin offers. Raises PluginError if it fails or gives anything else."""
+    offer = getattr(plugin, hook, None)
+    if offer is None:
+        return []
+    with _import_errors(f"{distribution}: {hook} failed"):
+        found = offer()
+    if not isinstance(found, list) or not all(isinstance(entry, kind) for entry in found):
+        with _import_errors(f"{distribution}: {hook} must return a list of {kind.__name__}"):
+            got = repr(found)
+        raise PluginHookError(
+            f"{distribution}: {hook} must return a list of {kind.__name__}, got {got[:_MAX_SHOWN]}"
+        )
+    for entry in found:
+        if not all(type(value) is str for value in entry):
+            raise PluginHookError(
+                f"{distribution}: {', '.join(kind._fields[:-1])} and {kind._fields[-1]} of a {kind.__name__} "
+                f"must be strings, got {', '.join(type(value).__name__ for value in entry)}"
+            )
     return found
 
 
@@ -349,22 +391,5 @@ def _check_kind(kind: str, context: str) -> None:
         )
 
 
-def _entry_points() -> Iterable[tuple[str, str, EntryPoint]]:
-    """Yield each plugin once, in the order of distribution names; a path may list a distribution twice."""
-    found: dict[tuple[str, str], tuple[str, str, EntryPoint]] = {}
-    for distribution in distributions():
-        for entry_point in distribution.entry_points:
-            if entry_point.group == GROUP:
-                metadata = distribution.metadata
-                name = _normalise(metadata["Name"] or "unnamed")  # both may be missing if it is damaged
-                version = metadata["Version"] or "unknown"
-                found.setdefault((name, entry_point.value), (name, version, entry_point))
-    return [found[key] for key in sorted(found)]
-
-
 def _names(text: str) -> set[str]:
-    return {_normalise(name) for name in text.split(",") if name.strip()}
-
-
-def _normalise(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name.strip()).lower()
+    return {normalise(name) for name in text.split(",") if name.strip()}

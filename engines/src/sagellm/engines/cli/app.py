@@ -2,67 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from sagellm.engines import __version__
-from sagellm.engines.cli.lazy import Entry, LazyGroup
+from sagellm.engines.cli.lazy import Entry, LazyGroup, installed_commands
 
-_HERE = "sagellm.engines.cli"
+_FIRST = (
+    *("generate", "chat", "serve", "verify", "bench", "benchmark", "simulate", "trace", "engine", "explain"),
+    *("scheduler", "cache", "pool", "eviction", "tiers", "predictor", "accel", "comm"),
+    *("plugins", "config", "doctor", "topology"),
+)
+"""The order of commands in the help; all others follow."""
 
-_CONFIG = Entry(f"{_HERE}.config:app", "Show the settings and where they come from.")
-_DOCTOR = Entry(f"{_HERE}.doctor.command:app", "Say what was found here, what is wrong and how to fix it.")
-_PLUGINS = Entry(f"{_HERE}.plugins:app", "List installed plugins, describe one, or test it.")
-
-_MODULES = {
-    "eviction": "eviction policy",
-    "tiers": "KV tiers",
-    "predictor": "lifetime predictor",
-    "accel": "quantizer",
-    "comm": "topology",
+_HOMES = {
+    "sagellm-server": (
+        *("serve", "engine", "explain", "scheduler", "cache", "pool"),
+        *("eviction", "tiers", "predictor", "accel", "comm"),
+    ),
+    "sagellm-lab": ("bench", "benchmark", "simulate", "trace"),
 }
+"""Our distributions that may be missing here, and the commands that come with them."""
+
+_OF_SAGE = ("plugins", "config", "doctor")
 
 
 class LLMGroup(LazyGroup):
     """The commands of `sage llm`."""
 
-    table = {  # noqa: RUF012  (typed in the base)
-        "generate": Entry(f"{_HERE}.generate:app", "Answer prompts, or continue them."),
-        "chat": Entry(f"{_HERE}.chat.command:app", "Chat with a model."),
-        "serve": Entry(f"{_HERE}.serve:app", "Serve a model over HTTP, as the OpenAI API."),
-        "verify": Entry(f"{_HERE}.verify:app", "Compare a model's greedy tokens with transformers'."),
-        "bench": Entry(f"{_HERE}.bench.command:app", "Measure servers and engines: throughput and latency."),
-        "benchmark": Entry(f"{_HERE}.benchmark:app", "Send a named load to an engine and to peers."),
-        "simulate": Entry(f"{_HERE}.simulate:app", "Simulate serving a trace, or its prefix cache."),
-        "trace": Entry(f"{_HERE}.trace:app", "Make traces of load, and show what is in one."),
-        "engine": Entry(f"{_HERE}.engine.app:app", "Start, show and stop engines."),
-        "explain": Entry(f"{_HERE}.explain:app", "Say what a running engine's scheduler decided, and why."),
-        "scheduler": Entry(f"{_HERE}.scheduler:app", "Watch and change the scheduler of a running engine."),
-        "cache": Entry(f"{_HERE}.cache:app", "Watch and change the prefix cache of a running engine."),
-        "pool": Entry(f"{_HERE}.pool:app", "Watch and compact the KV pool of a running engine."),
-        **{
-            name: Entry(f"{_HERE}.stats:{name}", f"Watch the {what} of a running engine.")
-            for name, what in _MODULES.items()
-        },
-        "plugins": _PLUGINS,
-        "config": _CONFIG,
-        "doctor": _DOCTOR,
-        "topology": Entry(f"{_HERE}.topology:app", "Show this machine's CPUs, memory, GPUs and network."),
-    }
     synonyms = {"llm": ""}  # noqa: RUF012  (typed in the base)
+    elsewhere = {  # noqa: RUF012  (typed in the base)
+        name: f"It comes with {home}: pip install {home}" for home, names in _HOMES.items() for name in names
+    }
+
+    @property
+    def table(self) -> Mapping[str, Entry]:
+        """What plugins add."""
+        found = {name: entry for name, entry in installed_commands().items() if " " not in name}
+        names = sorted(found, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+        return {name: found[name] for name in names}
 
 
 class SageGroup(LazyGroup):
     """The commands of `sage`."""
 
-    table = {  # noqa: RUF012  (typed in the base)
-        "llm": Entry(f"{_HERE}.app:llm", "Language models: everything that sageLLM does."),
-        "plugins": _PLUGINS,
-        "config": _CONFIG,
-        "doctor": _DOCTOR,
+    elsewhere = {  # noqa: RUF012  (typed in the base)
+        name: f"Did you mean `sage llm {name}`?" for name in _FIRST
     }
-    elsewhere = dict.fromkeys(LLMGroup.table, "sage llm")
+
+    @property
+    def table(self) -> Mapping[str, Entry]:
+        """Everything under `llm`, and what is not about models."""
+        llm = Entry(f"{__name__}:llm", "Language models: everything that sageLLM does.")
+        return {"llm": llm, **{name: installed_commands()[name] for name in _OF_SAGE}}
 
 
 def _print_version(value: bool) -> None:  # noqa: FBT001  (typer calls it)

@@ -1,15 +1,16 @@
-"""A command group that knows its commands' names and imports each command when it is called."""
+"""Command groups that know their commands' names, and import each command when it is called."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from sagellm.core import nearest
+from sagellm.core import InstalledCommand, PluginImportError, PluginRegistry, nearest
 
 
 class Entry(NamedTuple):
@@ -17,6 +18,18 @@ class Entry(NamedTuple):
 
     target: str
     summary: str
+    distribution: str = ""
+
+
+@cache
+def installed_commands() -> Mapping[str, Entry]:
+    """Return the commands that installed plugins add to `sage llm`, by their words."""
+    return {each.command.name: _entry(each) for each in PluginRegistry.load().commands()}
+
+
+def _entry(installed: InstalledCommand) -> Entry:
+    command = installed.command
+    return Entry(command.target, command.summary, f"{installed.distribution} {installed.version}")
 
 
 class LazyGroup(TyperGroup):
@@ -26,9 +39,13 @@ class LazyGroup(TyperGroup):
     too, since that is where people type it.
     """
 
-    table: ClassVar[Mapping[str, Entry]] = {}
+    @property
+    def table(self) -> Mapping[str, Entry]:
+        """The commands by name."""
+        return {}
+
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Commands of other groups, and the programs that have them."""
+    """Commands that are not here, and what to do to have them."""
     synonyms: ClassVar[Mapping[str, str]] = {}
     """Names that users may try, and the actual command; "" for a word to leave out."""
 
@@ -37,11 +54,14 @@ class LazyGroup(TyperGroup):
         return list(self.table)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import a command, or return None for an unknown name."""
+        """Import a command and what plugins add to it, or return None for an unknown name."""
         if cmd_name not in self.commands and cmd_name in self.table:
-            module_name, _, attribute = self.table[cmd_name].target.partition(":")
-            command = get_command(getattr(import_module(module_name), attribute))
-            command.name = cmd_name
+            command = _imported(cmd_name, self.table[cmd_name])
+            if hasattr(command, "add_command"):
+                for words, entry in installed_commands().items():
+                    group, _, name = words.partition(" ")
+                    if name and group == cmd_name:
+                        command.add_command(_imported(name, entry))
             self._share_debug(command)
             self.commands[cmd_name] = command
         return self.commands.get(cmd_name)
@@ -55,7 +75,7 @@ class LazyGroup(TyperGroup):
     def _suggestion(self, program: str, args: list[str]) -> str:
         name = args[0]
         if name in self.elsewhere:
-            return f" Did you mean `{self.elsewhere[name]} {name}`?"
+            return f" {self.elsewhere[name]}"
         if name in self.synonyms:
             words = [self.synonyms[name]] if self.synonyms[name] else args[1:2]
             return f" Did you mean `{' '.join([program, *words])}`?"
@@ -74,3 +94,19 @@ class LazyGroup(TyperGroup):
         if not isinstance(command, LazyGroup):
             for child in getattr(command, "commands", {}).values():
                 self._share_debug(child)
+
+
+def _imported(name: str, entry: Entry) -> Any:
+    """Import a command. Raises PluginImportError if it is another distribution's and does not import."""
+    module_name, _, attribute = entry.target.partition(":")
+    try:
+        command = get_command(getattr(import_module(module_name), attribute))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise PluginImportError(
+            f"the command {name!r} of {entry.distribution} does not import ({entry.target}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    command.name = name
+    return command

@@ -1,13 +1,14 @@
-"""`plugins list|info|check`: what is installed, and what is broken."""
+"""`plugins list|info`: what is installed, and what is broken. sagellm-testing adds `plugins check`."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from sagellm.core import (
     SAGELLM_API,
@@ -21,14 +22,22 @@ from sagellm.core import (
 )
 from sagellm.engines.cli.names import complete_kind, complete_plugin
 from sagellm.engines.cli.output import columns, new_app, print_json
-from sagellm.engines.cli.plugin_check import check
 from sagellm.engines.config.schema import SETTINGS
 from sagellm.engines.config.settings import FLAT_NAMES, flag_of
 
 CORE = "sagellm-core-protocols"
 
-app = new_app("List installed plugins, describe one, or test it.")
-app.command("check")(check)
+
+class _Group(TyperGroup):
+    """Says where a command of another distribution comes from."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] == "check" and "check" not in self.commands:
+            ctx.fail("No such command 'check'. It comes with sagellm-testing: pip install sagellm-testing")
+        return super().resolve_command(ctx, args)
+
+
+app = new_app("List installed plugins, describe one, or test it.", _Group)
 
 
 @dataclass(frozen=True, kw_only=True)

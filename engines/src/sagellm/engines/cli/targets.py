@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sagellm.core import ConfigError, nearest
+from sagellm.core import ConfigError
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite files that exist without asking.")]
 
@@ -37,21 +36,6 @@ def confirm_overwriting(what: str, *, kind: str = "file") -> None:
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise ConfigError(f"{what} exists; name another {kind}, or overwrite it with --overwrite")
     typer.confirm(f"{what} exists; overwrite it?", abort=True, err=True)
-
-
-def check_plot(path: Path | None) -> None:
-    """Raise ConfigError if a plot is requested and matplotlib is missing or cannot write this format."""
-    if path is None:
-        return
-    if find_spec("matplotlib") is None:
-        raise ConfigError("a plot needs matplotlib: pip install 'sagellm-engines[plot]'")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
-    given = path.suffix.removeprefix(".").lower()
-    if given not in known:
-        what = f"ends with .{given}" if given else "has no suffix, which chooses the format"
-        raise ConfigError(f"--plot {path} {what}; possible are {', '.join(known)}.{nearest(given, known)}")
 
 
 def _check_place(path: Path) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sagellm.core import PluginRegistry
+from sagellm.core import PluginRegistry, ProviderSpec
 from sagellm.engines.cli.output import print_json
-from sagellm.engines.config.providers import parse_provider
 from sagellm.engines.machine import kernel_flags, read_topology
 from sagellm.engines.sizes import format_bytes
 
@@ -34,7 +33,7 @@ def topology(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show this machine's CPUs, caches, NUMA nodes, memory, GPUs, links and network."""
-    found, metrics = read_topology(PluginRegistry.load(), reader and parse_provider(reader))
+    found, metrics = read_topology(PluginRegistry.load(), reader and ProviderSpec.of(reader))
     if as_json:
         print_json(found)
         return

@@ -1,0 +1,232 @@
+"""`benchmark`: a named load on an engine of ours, started for it, and on peers, one after the other.
+
+Two phases: callers without pauses, as many as given, which shows the throughput; then sessions that begin at
+a rate that every server carries, which shows what urgent requests wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sagellm.core import ConfigError
+from sagellm.lab.bench.contenders import Contender, PeerSpec, own_server, peer_server
+from sagellm.lab.bench.contest import Contest, PhaseFigures
+from sagellm.lab.bench.figures import Limits
+from sagellm.lab.bench.sessions import Phase, SessionRun
+from sagellm.lab.bench.workloads import WorkloadSettings, mean_turns
+
+if TYPE_CHECKING:
+    from sagellm.engines.config.schema import EngineConfig
+    from sagellm.lab.bench.roofline import Limits as MachineLimits
+    from sagellm.server.remote.messages import Hello
+
+STEADY_SHARE = 0.6
+"""The rate of the second phase unless given: this share of what the slowest server reached in the first."""
+
+SATURATED, STEADY = "saturated", "steady"
+_ANSWER_S = 60.0
+_STEADY_SEED = 1000  # so that the second phase meets no prefix of the first
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkSettings:
+    """The load, and the servers that get it besides our own.
+
+    With a `rate` (requests per second), only the second phase runs, for the whole duration; with
+    `base_url` our own server is not started but stands there.
+    """
+
+    workload: str = "mixed"
+    duration: float = 60.0
+    concurrency: int = 32
+    rate: float | None = None
+    peers: tuple[PeerSpec, ...] = ()
+    base_url: str | None = None
+    max_len: int | None = None
+    vocab_size: int | None = None
+    priorities: bool = True
+    seed: int = 0
+    goodput: Limits | None = None
+
+    def __post_init__(self) -> None:
+        WorkloadSettings(name=self.workload)  # checks the name
+        if not 0 < self.duration < float("inf"):
+            raise ConfigError(f"duration is {self.duration}; it must be above 0 seconds")
+        if self.concurrency < 1:
+            raise ConfigError(f"concurrency is {self.concurrency}; it must be at least 1")
+        if self.rate is not None and not 0 < self.rate < float("inf"):
+            raise ConfigError(f"rate is {self.rate}; it must be above 0 requests per second")
+        names = ["sagellm", *(peer.name for peer in self.peers)]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"the servers are named {', '.join(names)}; give each a name of its own")
+
+    def shown(self) -> dict[str, Any]:
+        """Return what a result keeps."""
+        return asdict(self) | {"peers": [peer.name for peer in self.peers]}
+
+
+@dataclass(kw_only=True)
+class BenchmarkRun:
+    """What was measured: figures by phase and server, and the runs themselves."""
+
+    figures: dict[str, dict[str, PhaseFigures]] = field(default_factory=dict)
+    runs: dict[str, dict[str, SessionRun]] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)  # requests per second, by phase at a rate
+    servers: dict[str, Contender] = field(default_factory=dict)
+    machine: MachineLimits | None = None  # None where no engine of ours was started
+
+
+def run_benchmark(
+    config: EngineConfig,
+    settings: BenchmarkSettings,
+    *,
+    measure: Callable[[EngineConfig], MachineLimits] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> BenchmarkRun:
+    """Start the servers, apply the phases to each, and end what was started.
+
+    Then `measure` is called with the configuration of our engine, as the engine resolved it, while nothing
+    of ours runs; the shares of the machine's limits follow from it. `say` is told what begins. Raises
+    BenchmarkError if a server does not start or answers nothing, ConfigError for settings that do not fit it.
+    """
+    done = BenchmarkRun()
+    with _servers(config, settings, say) as (contenders, workload, engine_config):
+        done.servers = {one.name: one for one in contenders}
+        contest = Contest(workload, goodput=settings.goodput, has_priorities=settings.priorities)
+
+        def apply(name: str, phase: Phase) -> None:
+            for contender in contenders:
+                say(f"{name}: {contender.name}, {phase.duration_s:g} s")
+                figures, run = contest.run(contender, phase)
+                done.figures.setdefault(name, {})[contender.name] = figures
+                done.runs.setdefault(name, {})[contender.name] = run
+
+        rate, duration_s = settings.rate, settings.duration
+        if rate is None:
+            duration_s /= 2
+            apply(SATURATED, Phase(duration_s=duration_s, concurrency=settings.concurrency))
+            slowest = min(one.load.request_throughput_per_s for one in done.figures[SATURATED].values())
+            rate = STEADY_SHARE * slowest
+        done.rates[STEADY] = rate
+        sessions_per_s = rate / mean_turns(workload)
+        apply(STEADY, Phase(duration_s=duration_s, rate=sessions_per_s, seed=_STEADY_SEED))
+    if measure is not None and engine_config is not None:
+        say("measuring the machine")
+        done.machine = machine = measure(engine_config)
+        done.figures = {
+            phase: {server: one.against(machine) for server, one in servers.items()}
+            for phase, servers in done.figures.items()
+        }
+    return done
+
+
+@contextmanager
+def _servers(
+    config: EngineConfig, settings: BenchmarkSettings, say: Callable[[str], None]
+) -> Iterator[tuple[list[Contender], WorkloadSettings, EngineConfig | None]]:
+    """Start all servers, ours first; give them, the load that fits them, and our engine's configuration."""
+    with ExitStack() as stack:
+        if settings.base_url is not None:
+            contenders = [Contender(name="sagellm", url=settings.base_url)]
+            limits = _Fit()
+        else:
+            say(f"starting sagellm: {config.model.name}")
+            contenders = [stack.enter_context(own_server(config))]
+            limits = _Fit.of(contenders[0])
+        workload = _workload(settings, limits)
+        longest = None if limits.num_kv_tokens is None else workload.max_len
+        for peer in settings.peers:
+            say(f"{'starting' if peer.command else 'using'} {peer.name}")
+            wanted = limits.config or config
+            contenders.append(stack.enter_context(peer_server(peer, wanted, limits.num_kv_tokens, longest)))
+        yield contenders, workload, limits.config
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """What our own engine says of its limits, after it chose what was "auto"."""
+
+    config: EngineConfig | None = None
+    vocab_size: int = 4000
+    max_len: int = 4096
+    num_kv_tokens: int | None = None
+
+    @classmethod
+    def of(cls, contender: Contender) -> _Fit:
+        from sagellm.engines.config.schema import EngineConfig
+        from sagellm.server.remote import AdminClient
+
+        assert contender.admin_socket is not None, "our own server has one"
+        with AdminClient.connect(contender.admin_socket, timeout_s=_ANSWER_S) as client:
+            hello: Hello = client.hello
+        values = hello.config
+        return cls(
+            config=EngineConfig.from_values(values),
+            vocab_size=hello.limits.vocab_size,
+            max_len=hello.limits.max_model_len,
+            num_kv_tokens=int(values["kv.num_blocks"]) * int(values["kv.block_size"]),
+        )
+
+
+def _workload(settings: BenchmarkSettings, limits: _Fit) -> WorkloadSettings:
+    longest = limits.max_len if limits.num_kv_tokens is None else min(limits.max_len, limits.num_kv_tokens)
+    return WorkloadSettings(
+        name=settings.workload,
+        vocab_size=settings.vocab_size or limits.vocab_size,
+        max_len=min(settings.max_len or 4096, longest),
+        seed=settings.seed,
+    )
+
+
+def headline(phases: dict[str, dict[str, PhaseFigures]]) -> dict[str, dict[str, float | None]]:
+    """Return the figures that a benchmark is read for: name → server → value."""
+    rows: dict[str, dict[str, float | None]] = {}
+
+    def add(name: str, phase: str, read: Callable[[PhaseFigures], float | None]) -> None:
+        if phase in phases:
+            rows[f"{phase}.{name}"] = {server: read(one) for server, one in phases[phase].items()}
+
+    for phase in (SATURATED, STEADY):
+        add("output_throughput_tokens_per_s", phase, lambda one: one.load.output_throughput_tokens_per_s)
+        add("total_throughput_tokens_per_s", phase, lambda one: one.load.total_throughput_tokens_per_s)
+        add("request_throughput_per_s", phase, lambda one: one.load.request_throughput_per_s)
+        add("goodput_requests_per_s", phase, lambda one: one.load.goodput_requests_per_s)
+        add("high_priority_ttft_p99_ms", phase, lambda one: _p99(one.high_priority.ttft_ms))
+        add("high_priority_e2e_p99_ms", phase, lambda one: _p99(one.high_priority.e2e_ms))
+        add("ttft_p99_ms", phase, lambda one: _p99(one.load.ttft_ms))
+        add(
+            "tpot_median_ms", phase, lambda one: None if one.load.tpot_ms is None else one.load.tpot_ms.median
+        )
+        add("itl_p99_ms", phase, lambda one: _p99(one.load.itl_ms))
+        add("kv_held_share", phase, lambda one: one.kv.held_share)
+        add("kv_held_share_under_pressure", phase, lambda one: one.kv.held_share_under_pressure)
+        add("kv_live_share", phase, lambda one: one.kv.live_share)
+        add("token_saving", phase, lambda one: one.token_saving)
+        add("token_hit_rate", phase, lambda one: one.token_hit_rate)
+        add("ideal_hit_rate", phase, lambda one: one.ideal_hit_rate)
+        add("share_of_ideal", phase, lambda one: one.share_of_ideal)
+        add("mfu", phase, lambda one: None if one.limits is None else one.limits.mfu)
+        add("bandwidth_use", phase, lambda one: None if one.limits is None else one.limits.bandwidth_use)
+        add("roofline_ratio", phase, lambda one: None if one.limits is None else one.limits.roofline_ratio)
+        add("num_failed", phase, lambda one: one.load.num_failed)
+        add("peak_rss_mib", phase, lambda one: one.peak_rss_mib)
+    return {
+        name: values for name, values in rows.items() if any(value is not None for value in values.values())
+    }
+
+
+def measurement_errors(phases: dict[str, dict[str, PhaseFigures]]) -> list[str]:
+    """Return what of the figures cannot be true, with phase and server."""
+    return [
+        f"{phase}, {server}: {one.limits.mfu_error}"
+        for phase, servers in phases.items()
+        for server, one in servers.items()
+        if one.limits is not None and one.limits.mfu_error is not None
+    ]
+
+
+def _p99(found: Any) -> float | None:
+    return None if found is None else found.p99

@@ -1,0 +1,286 @@
+"""Fits what steps cost to steps measured on the real engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from sagellm.core import (
+    ConfigError,
+    PluginRegistry,
+    Runtime,
+    StepCost,
+    StepRecord,
+    StepWork,
+    TraceRequest,
+    hookimpl,
+    pack,
+    percentile,
+)
+from sagellm.engines.config.bounded_json import parse_json
+from sagellm.engines.engine_core.step_cost_fit import fit_step_cost
+from sagellm.engines.machine import describe_machine
+from sagellm.engines.progress import progress_bar
+from sagellm.engines.whole_file import whole_file
+from sagellm.lab.bench.errors import BenchmarkError
+from sagellm.lab.simulation.step_costs import StepCosts
+
+if TYPE_CHECKING:
+    from sagellm.engines.config.schema import EngineConfig
+    from sagellm.engines.engine_core.core import EngineCore
+    from sagellm.lab.simulation.served_load import LoadSettings, ServedRequest
+
+_LEAST_STEPS = 20
+_HELD_OUT = 5
+"""One step in so many is not fitted, but judged."""
+
+_FIRST_ID = 3  # most vocabularies have padding, begin and end below it
+
+
+class MeasuredStep(NamedTuple):
+    """What a step computed, and how long planning, computing and recording it took."""
+
+    work: StepWork
+    took_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings:
+    """How the mix of steps is made: rounds of requests, each run to its end, for `duration_s` seconds.
+
+    A round has 1 … `max_seqs` requests with prompts of up to some length below `max_prompt_tokens`, half of
+    which begin alike; both limits are drawn log-uniformly, so the steps cover batches, contexts and chunks
+    of all sizes. Without long contexts beside short chunks nothing would tell their costs apart.
+    """
+
+    duration_s: float = 60.0
+    max_seqs: int = 64
+    max_prompt_tokens: int = 1024
+    max_output_tokens: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name != "seed" and not value > 0:
+                raise ConfigError(f"{name} is {value}; it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitFigures:
+    """How well a fit predicts steps; errors are |predicted − measured| ÷ measured.
+
+    `held_out` errors are those of steps that were not fitted, every fifth one, before the final fit of all.
+    """
+
+    num_steps: int
+    median_error: float
+    p90_error: float
+    held_out_median_error: float
+    held_out_total_error: float  # predicted ÷ measured − 1, over those steps together
+    total_s: float
+    step: dict[str, float]  # the coefficients, in nanoseconds
+
+
+class StepRecorder:
+    """An observer that keeps what each step computed and took."""
+
+    def __init__(self) -> None:
+        self.steps: list[MeasuredStep] = []
+
+    @hookimpl
+    def sagellm_step_finished(self, record: StepRecord) -> None:
+        """Keep a step that computed something."""
+        if record.work is not None:
+            self.steps.append(MeasuredStep(record.work, record.finished_ns - record.started_ns))
+
+
+class RecordedCore:
+    """A loaded core whose steps are recorded. `clock` is the machine's unless another is given."""
+
+    def __init__(self, config: EngineConfig, runtime: Runtime | None = None) -> None:
+        from sagellm.engines.assembly import load_core
+
+        recorder, registry = StepRecorder(), PluginRegistry.load()
+        registry.register(recorder, distribution="sagellm-step-recorder")
+        runtime = runtime or Runtime.system(seed=0)
+        self._recorder = recorder
+        self._model = config.model.name
+        self.clock = runtime.clock
+        self.core: EngineCore = load_core(config, registry=registry, runtime=runtime)
+        while self.core.use_idle_time():  # as a server does
+            pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.core.close()
+
+    def run(
+        self, requests: Sequence[TraceRequest], load: LoadSettings | None = None
+    ) -> tuple[list[ServedRequest], list[MeasuredStep]]:
+        """Run requests to their ends; return them and their steps. Raises BenchmarkError if one fails."""
+        from sagellm.lab.simulation.served_load import LoadRun, LoadSettings
+
+        self._recorder.steps = []
+        served = LoadRun(self.core, self.clock, requests, load or LoadSettings()).run()
+        for one in served:
+            if one.error is not None:
+                raise BenchmarkError(f"a request failed: {one.error}")
+        return served, self._recorder.steps
+
+    def rounds(self, settings: FitSettings) -> Iterator[list[MeasuredStep]]:
+        """Yield the steps of one round of the mix after the other, for ever. The first finds memory cold."""
+        limits = self.core.info.limits
+        assert limits is not None, "an engine that loads a model has limits"
+        rng = Random(f"fit {settings.seed}")
+        longest = min(settings.max_prompt_tokens, limits.max_model_len - settings.max_output_tokens - 1)
+        settings = replace(settings, max_prompt_tokens=max(1, longest))
+        while True:
+            yield self.run(_round(rng, settings, limits.vocab_size, limits.num_blocks * limits.block_size))[1]
+
+    def costs(self) -> StepCosts:
+        """Return its costs without the fit."""
+        info = self.core.info
+        limits, layout = info.limits, info.layout
+        assert limits is not None, "an engine that loads a model has limits"
+        assert layout is not None, "and a layout of its KV"
+        return StepCosts(
+            source="not fitted yet",
+            device="cuda" if str(info.settings["model.device"]).startswith("cuda") else "cpu",
+            step=StepCost(base_ns=1.0),
+            kv_bytes_per_token=layout.block_bytes // layout.block_size,
+            kv_memory_bytes=limits.num_blocks * layout.block_bytes,
+            about={"model": self._model, "dtype": info.settings["model.dtype"]},
+        )
+
+
+def measure_steps(
+    config: EngineConfig, settings: FitSettings, *, progress: bool = False
+) -> tuple[list[MeasuredStep], StepCosts]:
+    """Run the mix of steps; return them, and costs without the fit."""
+    steps: list[MeasuredStep] = []
+    with RecordedCore(config) as recorded:
+        rounds, clock = recorded.rounds(settings), recorded.clock
+        next(rounds)
+        shown_ns = clock.now_ns()
+        end_ns = shown_ns + round(settings.duration_s * 1e9)
+        total = round(settings.duration_s)
+        with progress_bar("measuring", total=total, unit="seconds", enabled=progress) as advance:
+            while len(steps) < _LEAST_STEPS or shown_ns < end_ns:
+                steps += next(rounds)
+                now_ns = clock.now_ns()
+                advance((now_ns - shown_ns) / 1e9)
+                shown_ns = now_ns
+        return steps, recorded.costs()
+
+
+def fit_steps(steps: Sequence[MeasuredStep], costs: StepCosts) -> tuple[StepCosts, FitFigures]:
+    """Fit steps and complete their costs. Raises BenchmarkError for too few."""
+    if len(steps) < _LEAST_STEPS:
+        raise BenchmarkError(f"{len(steps)} steps were recorded; a fit needs at least {_LEAST_STEPS}")
+    held_out = steps[::_HELD_OUT]
+    fitted = [step for number, step in enumerate(steps) if number % _HELD_OUT]
+    first = _fit(fitted)
+    judged = errors_of(first, held_out)
+    cost = _fit(steps)
+    errors = errors_of(cost, steps)
+    figures = FitFigures(
+        num_steps=len(steps),
+        median_error=median(errors),
+        p90_error=percentile(errors, 90),
+        held_out_median_error=median(judged),
+        held_out_total_error=total_error_of(first, held_out),
+        total_s=sum(one.took_ns for one in steps) / 1e9,
+        step=asdict(cost),
+    )
+    machine = describe_machine()
+    model = costs.about.get("model", "a model")
+    about = {**costs.about, "num_steps": len(steps), "errors": asdict(figures), "machine": machine}
+    source = f"fitted to {len(steps):,} steps of {model}, measured on {machine['cpu']}"
+    return replace(costs, source=source, step=cost, about=about), figures
+
+
+def _fit(steps: Sequence[MeasuredStep]) -> StepCost:
+    """Fit all steps, and scale the fit to their total: slow outliers, which it weighs less, take time too."""
+    cost = fit_step_cost(steps)
+    predicted_ns = sum(cost.predict_ns(one.work) for one in steps)
+    return cost.scaled(sum(one.took_ns for one in steps) / predicted_ns)
+
+
+def errors_of(cost: StepCost, steps: Sequence[MeasuredStep]) -> list[float]:
+    """Return |predicted − measured| ÷ measured of each step."""
+    return [abs(cost.predict_ns(one.work) / one.took_ns - 1) for one in steps]
+
+
+def total_error_of(cost: StepCost, steps: Sequence[MeasuredStep]) -> float:
+    """Return predicted ÷ measured − 1 of all steps together."""
+    return sum(cost.predict_ns(one.work) for one in steps) / sum(one.took_ns for one in steps) - 1
+
+
+def write_steps(path: Path, steps: Sequence[MeasuredStep]) -> None:
+    """Write measured steps, one JSON object per line. Raises ConfigError if the file cannot be written."""
+    try:
+        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
+            for step in steps:
+                row = step.work._asdict() | {"took_ns": step.took_ns}
+                file.write(json.dumps(row, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise ConfigError(f"the steps cannot be written to {path}") from error
+
+
+def read_steps(path: Path) -> list[MeasuredStep]:
+    """Read measured steps. Raises ConfigError, which names the line."""
+    steps = []
+    try:
+        with path.open("rb") as file:
+            for line, text in enumerate(file, 1):
+                steps.append(_step(parse_json(text), line))
+    except OSError as error:
+        raise ConfigError(f"the steps {path} cannot be read: {error.strerror}") from error
+    except ConfigError as error:
+        raise ConfigError(f"the steps {path}: {error}") from error
+    return steps
+
+
+def _step(row: Any, line: int) -> MeasuredStep:
+    names = (*StepWork._fields, "took_ns")
+    if not isinstance(row, dict) or set(row) != set(names):
+        raise ConfigError(f"line {line} must have {', '.join(names)} and nothing else")
+    for name in names:
+        least = 0 if name in ("num_pairs", "num_prefills") else 1
+        if type(row[name]) is not int or row[name] < least:
+            raise ConfigError(f"line {line}: {name} is {row[name]!r}; it must be an int of at least {least}")
+    return MeasuredStep(StepWork(*(row[name] for name in StepWork._fields)), row["took_ns"])
+
+
+def _round(rng: Random, settings: FitSettings, vocab_size: int, num_kv_tokens: int) -> list[TraceRequest]:
+    """Make requests that all arrive at once and fit into the KV memory together."""
+    num_requests = _log_uniform(rng, settings.max_seqs)
+    longest = max(_log_uniform(rng, settings.max_prompt_tokens) for _ in range(2))
+    common = _draw(rng, longest, vocab_size)
+    requests: list[TraceRequest] = []
+    num_left = num_kv_tokens // 2
+    for _ in range(num_requests):
+        num_tokens = rng.randint(1, longest)
+        num_left -= num_tokens + settings.max_output_tokens
+        if requests and num_left < 0:
+            break
+        num_common = rng.randint(0, num_tokens) if rng.random() < 0.5 else 0
+        prompt = common[:num_common] + _draw(rng, num_tokens - num_common, vocab_size)
+        num_output_tokens = rng.randint(1, settings.max_output_tokens)
+        requests.append(TraceRequest(0.0, num_tokens, num_output_tokens, token_ids=pack(prompt)))
+    return requests
+
+
+def _log_uniform(rng: Random, most: int) -> int:
+    return min(most, int((most + 1) ** rng.random()))
+
+
+def _draw(rng: Random, num_tokens: int, vocab_size: int) -> list[int]:
+    return [_FIRST_ID + int(rng.random() * (vocab_size - _FIRST_ID)) for _ in range(num_tokens)]

@@ -1,0 +1,195 @@
+"""Runs a trace through a core, on the time of its clock: requests arrive, wait, run and are preempted."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+
+from sagellm.core import (
+    DEFAULT_TENANT,
+    Clock,
+    FinishReason,
+    Namespace,
+    Request,
+    RequestId,
+    SequenceId,
+    StepInput,
+    Tenant,
+    TokenIds,
+    TraceRequest,
+)
+from sagellm.engines.engine_core.core import EngineCore
+from sagellm.engines.engine_core.sequence import Sequence
+from sagellm.engines.engine_core.step_tokens import StepTokens
+from sagellm.engines.progress import Advance
+from sagellm.engines.queued_request import QueuedSequence
+from sagellm.engines.sampling.params import SamplingParams
+from sagellm.lab.simulation.contents import BlockContents
+from sagellm.lab.simulation.prompts import prompt_tokens
+
+_LARGEST_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedRequest:
+    """What became of one request; times are nanoseconds on the run's clock.
+
+    `num_recomputed_tokens` of the prompt had been in the cache before, but no longer at its admission.
+    """
+
+    arrival_ns: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    tenant: str = DEFAULT_TENANT.name
+    priority: int = 0
+    scheduled_ns: int | None = None
+    first_token_ns: int | None = None
+    finished_ns: int | None = None
+    num_cached_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # why it did not run to its end
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    """How a trace is run. Arrival times are multiplied by `stretch`.
+
+    `max_tokens` is the limit that requests state; the default is the longest output of the trace, so that
+    nothing but the end of an output tells its length. Without `stop_token_ids`, outputs end at their
+    recorded length by `max_tokens` instead, as on a model, whose tokens are not known.
+    """
+
+    stretch: float = 1.0
+    max_tokens: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    weights: Mapping[str, float] = field(default_factory=dict)  # of tenants; 1 unless it is here
+
+
+@dataclass(slots=True)
+class _Live:
+    index: int
+    sequence: Sequence
+    path: array[int]  # contents of its prompt's full blocks
+    num_known: int | None = None  # leading blocks that had been cached before, when it was first scheduled
+
+
+class LoadRun:
+    """One run of a trace through one core."""
+
+    def __init__(
+        self, core: EngineCore, clock: Clock, requests: Seq[TraceRequest], settings: LoadSettings
+    ) -> None:
+        self._core, self._clock, self._settings = core, clock, settings
+        self._requests = requests
+        self._start_ns = clock.now_ns()
+        self._block_size = core.kv.seats.block_size
+        self._contents = BlockContents(self._block_size)
+        self._cached: set[int] = set()  # contents that have been in the cache
+        self._live: dict[SequenceId, _Live] = {}
+        self._served: list[ServedRequest | None] = [None] * len(requests)
+        self._max_tokens = settings.max_tokens or max(one.num_output_tokens for one in requests)
+        names = {one.tenant for one in requests}
+        self._tenants = {
+            name: Tenant(name, settings.weights.get(name, 1.0)) if name else DEFAULT_TENANT for name in names
+        }
+
+    def run(self, advance: Advance = lambda amount: None) -> list[ServedRequest]:
+        """Run to the end and return what became of each request; `advance` is told how many ended."""
+        core, clock, requests = self._core, self._clock, self._requests
+        arrivals = [self._arrival_ns(one) for one in requests]
+        next_index = 0
+        while next_index < len(requests) or core.has_unfinished():
+            now_ns = clock.now_ns()
+            if next_index < len(requests) and not core.has_unfinished():
+                clock.sleep_ns(max(0, arrivals[next_index] - now_ns))
+                now_ns = clock.now_ns()
+            while next_index < len(requests) and arrivals[next_index] <= now_ns:
+                self._add(next_index, arrivals[next_index])
+                next_index += 1
+            outputs = core.step()
+            described = outputs.described if isinstance(outputs, StepTokens) else outputs
+            for output in described:
+                live = self._live[output.sequence_id]
+                if output.scheduled_ns is not None:  # its first tokens: the prompt is cached now
+                    self._cached.update(live.path)
+                if output.finish_reason is not None:
+                    self._end(live, output.finish_reason, output.error)
+                    advance(1)
+        assert all(each is not None for each in self._served), "every request ends"
+        return [each for each in self._served if each is not None]
+
+    def on_step(self, step: StepInput) -> None:
+        """Note what those that are scheduled for the first time could have reused; before the step runs."""
+        for arrival in step.arrivals:
+            live = self._live[arrival.sequence_id]
+            if live.num_known is None:
+                is_new = (content not in self._cached for content in live.path)
+                live.num_known = next((number for number, new in enumerate(is_new) if new), len(live.path))
+
+    def _arrival_ns(self, request: TraceRequest) -> int:
+        return self._start_ns + round(request.arrival_s * self._settings.stretch * 1e9)
+
+    def _add(self, index: int, arrival_ns: int) -> None:
+        given, settings = self._requests[index], self._settings
+        tokens = self._tokens(index)
+        stops = settings.stop_token_ids
+        max_tokens = self._max_tokens if stops else given.num_output_tokens
+        name = _name(index)
+        request = Request(
+            request_id=RequestId(name),
+            token_ids=tokens,
+            max_tokens=max(max_tokens, given.num_output_tokens),
+            priority=given.priority,
+            arrival_ns=arrival_ns,
+            namespace=Namespace(tenant=given.tenant or "default"),
+            tenant=self._tenants[given.tenant],
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=not stops)
+        sequence = Sequence.of(QueuedSequence(SequenceId(name), request, params, 0, stops))
+        path = self._contents.path(tokens, given.tenant)
+        self._live[sequence.sequence_id] = _Live(index, sequence, path)
+        self._core.add(sequence)
+
+    def _tokens(self, index: int) -> TokenIds:
+        """Return the prompt's tokens; where only its length is known, it shares nothing with others."""
+        request = self._requests[index]
+        if not len(request.token_ids) and not request.block_ids:
+            own = (_LARGEST_ID - index).to_bytes(4, "little")
+            return TokenIds(own * request.num_prompt_tokens)
+        return prompt_tokens(request)[: request.num_prompt_tokens]
+
+    def _end(self, live: _Live, reason: FinishReason, error: str | None) -> None:
+        sequence, given = live.sequence, self._requests[live.index]
+        del self._live[sequence.sequence_id]
+        num_cached = sequence.num_cached_tokens or 0
+        reusable = min((live.num_known or 0) * self._block_size, given.num_prompt_tokens - 1)
+        self._served[live.index] = ServedRequest(
+            arrival_ns=sequence.request.arrival_ns - self._start_ns,
+            num_prompt_tokens=given.num_prompt_tokens,
+            num_output_tokens=given.num_output_tokens,
+            tenant=sequence.request.tenant.name,
+            priority=given.priority,
+            scheduled_ns=self._since(sequence.scheduled_ns),
+            first_token_ns=self._since(sequence.first_token_ns),
+            finished_ns=self._since(self._clock.now_ns()),
+            num_cached_tokens=num_cached,
+            num_recomputed_tokens=max(0, reusable - num_cached),
+            num_preemptions=sequence.num_preemptions,
+            finish_reason=reason,
+            error=error,
+        )
+
+    def _since(self, moment_ns: int | None) -> int | None:
+        return None if moment_ns is None else moment_ns - self._start_ns
+
+
+def output_lens(requests: Seq[TraceRequest]) -> dict[SequenceId, int]:
+    """Return the recorded length of each output, by the sequence that it has in a run."""
+    return {SequenceId(_name(index)): one.num_output_tokens for index, one in enumerate(requests)}
+
+
+def _name(index: int) -> str:
+    return str(index)

@@ -1,0 +1,122 @@
+"""The production core on virtual time: every module that decides is real, and nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from sagellm.core import (
+    ConfigError,
+    KVGroup,
+    KVLayout,
+    KVMemory,
+    KVOffloadProtocol,
+    KVTierProtocol,
+    LifetimePredictorProtocol,
+    NullForwardBackend,
+    PluginRegistry,
+    Runtime,
+    SequenceId,
+    VirtualClock,
+)
+from sagellm.engines.assembly import CPU_STEP_MS, GPU_STEP_MS, StandIns, build_core
+from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.engine_core.core import EngineCore
+from sagellm.engines.modules import Modules
+from sagellm.engines.sizes import parse_bytes
+from sagellm.lab.simulation.step_costs import StepCosts
+from sagellm.lab.simulation.timed_tier import TimedKVTier
+from sagellm.lab.simulation.virtual_executor import VOCAB_SIZE, VirtualExecutor
+
+_GROUP = KVGroup(layer_ids=(0,), num_kv_heads=1, head_dim=8)
+"""The shape of KV that nothing stores; its real size is in the costs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedCore:
+    """A core, the clock that it runs on, and the executor that advances it."""
+
+    config: EngineConfig
+    core: EngineCore
+    clock: VirtualClock
+    executor: VirtualExecutor
+
+
+def build_simulated_core(
+    config: EngineConfig,
+    costs: StepCosts,
+    output_lens: Mapping[SequenceId, int],
+    *,
+    registry: PluginRegistry | None = None,
+    predictor: LifetimePredictorProtocol | None = None,
+) -> SimulatedCore:
+    """Build a core whose steps take what `costs` says, and whose outputs have these lengths.
+
+    What the configuration leaves open follows the costs: the blocks that fit, and a step's target. Tiers are
+    those of `kv.tiers`; they store nothing and take the costs' time. `predictor` replaces the configured one.
+    Raises ConfigError if the costs lack what the configuration needs.
+    """
+    config = _with_defaults(config, costs)
+    num_blocks, num_seats = config.kv.num_blocks, config.scheduler.max_num_seqs
+    assert num_blocks is not None, "the defaults include it"
+    clock = VirtualClock()
+    modules = Modules(registry or PluginRegistry.load(), config)
+    executor = VirtualExecutor(costs.step, clock, output_lens, num_seats)
+    max_blocks = _max_blocks(config, costs)
+
+    def make_offload(memory: KVMemory) -> KVOffloadProtocol:
+        tiers: dict[str, KVTierProtocol] = {
+            name: TimedKVTier(most, get_ns=_fetch_ns(costs, name, config.kv.block_size), clock=clock)
+            for name, most in max_blocks.items()
+        }
+        made: KVOffloadProtocol = modules.make(
+            "kv_offload", "tiered", memory, tiers=tiers, rule=config.kv.fetch, clock=clock
+        )
+        return made
+
+    core = build_core(
+        modules,
+        NullForwardBackend(),
+        KVLayout(group=_GROUP, block_size=config.kv.block_size),
+        num_blocks=num_blocks,
+        vocab_size=VOCAB_SIZE,
+        runtime=replace(Runtime.virtual(), clock=clock),
+        stand_ins=StandIns(
+            executor=executor, predictor=predictor, make_offload=make_offload if max_blocks else None
+        ),
+    )
+    return SimulatedCore(config=config, core=core, clock=clock, executor=executor)
+
+
+def _with_defaults(config: EngineConfig, costs: StepCosts) -> EngineConfig:
+    num_blocks = config.kv.num_blocks or costs.num_blocks(config.kv.block_size)
+    if not num_blocks:
+        raise ConfigError(
+            "kv.num_blocks is null, and the costs have no kv_bytes_per_token and kv_memory_bytes that fit "
+            "a block; say how many there are with --num-blocks"
+        )
+    target_ms = config.scheduler.step_target_ms or (GPU_STEP_MS if costs.device == "cuda" else CPU_STEP_MS)
+    return config.with_values(
+        {"kv.num_blocks": num_blocks, "scheduler.step_target_ms": target_ms, "model.device": "cpu"}
+    )
+
+
+def _max_blocks(config: EngineConfig, costs: StepCosts) -> dict[str, int]:
+    """Return how many blocks each configured tier holds."""
+    found: dict[str, int] = {}
+    for spec in config.kv.tiers:
+        max_bytes = parse_bytes(spec.options["max_bytes"], f"kv.tiers.{spec.name}")
+        if not max_bytes:
+            continue
+        if costs.kv_bytes_per_token is None or spec.name not in costs.tier_bytes_per_s:
+            raise ConfigError(
+                f"kv.tiers has {spec.name!r}; the costs need kv_bytes_per_token and "
+                f"tier_bytes_per_s.{spec.name} to simulate it"
+            )
+        found[spec.name] = max_bytes // (costs.kv_bytes_per_token * config.kv.block_size)
+    return found
+
+
+def _fetch_ns(costs: StepCosts, tier: str, block_size: int) -> int:
+    assert costs.kv_bytes_per_token is not None, "checked with the sizes of tiers"
+    return round(block_size * costs.kv_bytes_per_token * 1e9 / costs.tier_bytes_per_s[tier])

@@ -1,0 +1,154 @@
+"""`simulate --cost` and `bench fit`: a table, JSON, files, comparisons, and clear errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sagellm.core import TraceRequest
+from sagellm.lab.traces import write_trace
+
+COSTS = {
+    "source": "by hand",
+    "device": "cuda",
+    "step": {"base_ns": 1_000_000, "token_ns": 10_000},
+    "kv_bytes_per_token": 1000,
+    "kv_memory_bytes": 16_000_000,
+}
+
+
+@pytest.fixture
+def costs(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(COSTS))
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path):
+    requests = [
+        TraceRequest(0.01 * i, 100 + i, 1 + i % 7, tenant="ab"[i % 2], priority=i % 3) for i in range(30)
+    ]
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, requests)
+    return path
+
+
+def test_it_prints_pipelines_beside_each_other(trace, costs, sage):
+    other = "share=none,chunk=chunked-prefill{min_share=0.5}"
+    out = sage("llm", "simulate", trace, "--cost", costs, "--compare", other).out
+    lines = out.splitlines()
+    assert lines[0].startswith("30 requests, 1,000 blocks of 16; ")
+    assert lines[1].endswith("by hand")
+    assert lines[3].startswith("PASSES")
+    assert [line.split()[0] for line in lines[4:6]] == [
+        "fair-share,chunked-prefill",
+        "chunked-prefill{min_share=0.5}",
+    ]
+
+
+def test_pipelines_that_differ_in_nothing_are_told(trace, costs, sage):
+    def out(*flags):
+        return sage("llm", "simulate", trace, "--cost", costs, *flags).out
+
+    assert "All pipelines had the same figures" in out("--compare", "order=null")
+    assert "same figures" not in out()
+
+
+def test_json_and_files_have_every_request(trace, costs, sage, tmp_path):
+    requests, picture = tmp_path / "requests.jsonl", tmp_path / "runs.svg"
+    found = sage(
+        "llm", "simulate", trace, "--cost", costs, "--passes", "share=none,chunk=none", "--json",
+        "--requests", requests, "--plot", picture, "--num-blocks", "64", "--stretch", "0.5", "--no-bounds",
+    ).json  # fmt: skip
+    (run,) = found["runs"]
+    assert (run["passes"], run["num_requests"], run["num_blocks"]) == ("none", 30, 64)
+    assert set(run["by_priority"]) == {"0", "1", "2"}
+    rows = [json.loads(line) for line in requests.read_text().splitlines()]
+    assert [row["arrival_ns"] for row in rows][:3] == [0, 5_000_000, 10_000_000]
+    assert sum(row["num_output_tokens"] for row in rows) == sum(1 + i % 7 for i in range(30))
+    assert picture.read_text().lstrip().startswith("<?xml")
+
+
+def test_the_default_passes_stand_beside_those_of_the_flag(trace, costs, sage):
+    def passes(*flags):
+        return [
+            run["passes"]
+            for run in sage("llm", "simulate", trace, "--cost", costs, "--json", *flags).json["runs"]
+        ]
+
+    default = ["fair-share,chunked-prefill"]
+    assert passes() == default
+    asked = ["lifetime,fair-share,chunked-prefill"]
+    assert passes("--passes", "order=lifetime") == asked + default
+    assert passes("--passes", "order=lifetime", "--no-bounds") == asked
+    assert passes("--passes", "share=fair-share") == default
+
+
+def test_the_scores_of_the_predictor_are_printed(trace, costs, sage):
+    out = sage("llm", "simulate", trace, "--cost", costs).out
+    assert "lifetime predictor statistical: " in out
+    exact = sage("llm", "simulate", trace, "--cost", costs, "--oracle", "0")
+    assert "lifetime predictor oracle: 26 predictions are off by 0.0 tokens on average" in exact.out
+    scores = sage("llm", "simulate", trace, "--cost", costs, "--oracle", "0", "--json").json["runs"][0][
+        "predictor"
+    ]
+    assert (scores["num_predictions"], scores["num_cut"], scores["within_10_percent"]) == (30, 4, 1.0)
+
+
+def test_limits_decide_what_is_good(trace, costs, sage):
+    arguments = ("llm", "simulate", trace, "--cost", costs, "--json")
+
+    def num_good(*flags: str) -> int:
+        return sage(*arguments, *flags).json["runs"][0]["num_good"]
+
+    assert num_good() == 30
+    assert num_good("--max-ttft-s", "0", "--max-ttft-prefills", "0") == 0
+    assert 0 < num_good("--max-tpot-ms", "0") < 30, "those of one token have no TPOT"
+
+
+def test_the_same_command_prints_the_same(trace, costs, sage):
+    arguments = ("llm", "simulate", trace, "--cost", costs, "--json", "--oracle", "0.5")
+    assert sage(*arguments).out == sage(*arguments).out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--cost", "/nowhere/costs.json"), "cannot be read"),
+        (("--cost", "COSTS", "--cache-only"), "choose one"),
+        (("--cost", "COSTS", "--capacity", "50"), "--num-blocks"),
+        (("--cost", "COSTS", "--passes", "order=fastest"), "fastest"),
+        (("--cost", "COSTS", "--stretch", "-1"), "stretch is -1"),
+        (("--cost", "COSTS", "--eviction-policy", "lru,fifo"), "simulated with one"),
+        (("--cost", "COSTS", "--tenant-weights", "a:3"), "write name=2.5"),
+        (("--cache-only",), "--capacity"),
+        (("--capacity", "50", "--compare", "order=lifetime"), "--compare is for serving"),
+        (("--capacity", "50", "--passes", "order=lifetime"), "--passes is for serving"),
+        ((), "simulate serving with --cost"),
+    ],
+)
+def test_what_is_wrong_is_said(trace, costs, sage, arguments, message):
+    given = [costs if each == "COSTS" else each for each in arguments]
+    result = sage("llm", "simulate", trace, *given)
+    assert result.code in (1, 2)
+    assert message in result.err
+    assert "Traceback" not in result.err
+
+
+def test_costs_are_fitted_saved_and_simulated(trace, sage, tmp_path):
+    costs, steps = tmp_path / "fitted.json", tmp_path / "steps.jsonl"
+    fitted = sage(
+        "llm", "bench", "fit", "embedded", "--dtype", "float32", "--device", "cpu", "--num-blocks", "128",
+        "--duration", "0.5", "--max-seqs", "6", "--max-prompt-tokens", "40", "--save", costs,
+        "--record", steps,
+    )  # fmt: skip
+    assert "median step error" in fitted.out
+    again = sage("llm", "bench", "fit", "--steps", steps, "--json").json
+    assert again["num_steps"] == len(steps.read_text().splitlines())
+    assert json.loads(costs.read_text())["step"] == again["step"]
+    found = sage("llm", "simulate", trace, "--cost", costs, "--json").json
+    assert found["cost"].startswith("fitted to ")
+    refused = sage("llm", "bench", "fit", "--steps", steps, "--duration", "3")
+    assert (refused.code, "runs nothing" in refused.err) == (2, True)

@@ -1,0 +1,117 @@
+"""The engine scores every lifetime predictor, also one from outside that counts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from sagellm.core import (
+    LifetimeMetrics,
+    LifetimePrediction,
+    LifetimePredictorProtocol,
+    PluginRegistry,
+    Provider,
+    StepCost,
+    TraceRequest,
+    hookimpl,
+)
+from sagellm.engines import EngineConfig, SamplingParams
+from sagellm.lab.simulation.serving import simulate_serving
+from sagellm.lab.simulation.step_costs import StepCosts
+
+COST = StepCost(base_ns=1e6, token_ns=1e4)
+COSTS = StepCosts(source="by hand", device="cuda", step=COST, kv_bytes_per_token=1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnMetrics(LifetimeMetrics):
+    num_questions: int = 0
+
+
+class Constant(LifetimePredictorProtocol):
+    """Always predicts the same, and counts questions alone."""
+
+    def __init__(self, *, length: float = 8.0, confidence: float = 1.0) -> None:
+        self._length, self._confidence = length, confidence
+        self._num_questions = 0
+
+    def predict(self, request):
+        self._num_questions += 1
+        return LifetimePrediction(
+            remaining_length=self._length, estimated_time=0.0, confidence=self._confidence
+        )
+
+    def update(self, *, sequence_id, actual_length, actual_time):
+        pass
+
+    def metrics(self):
+        return OwnMetrics(num_predictions=0, num_updates=0, num_questions=self._num_questions)
+
+
+class Mute(Constant):
+    def metrics(self):
+        raise RuntimeError("I do not count")
+
+
+@pytest.fixture
+def registry():
+    class Plugin:
+        @hookimpl
+        def sagellm_providers(self):
+            return [
+                Provider("lifetime_predictor", name.lower(), f"{__name__}:{name}", "of a test")
+                for name in ("Constant", "Mute")
+            ]
+
+    registry = PluginRegistry.load()
+    registry.register(Plugin(), distribution="acme")
+    resolve = registry.resolve
+    own = {"constant": Constant, "mute": Mute}  # this module has no importable name
+    registry.resolve = lambda kind, name: own.get(name) or resolve(kind, name)
+    return registry
+
+
+def test_a_predictor_from_outside_is_scored_and_its_own_figures_stay(make_engine, registry):
+    engine = make_engine(registry=registry, lifetime_predictor="constant{length=12}")
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    tokens = list(engine.generate([[5, 6, 7]], params)[0].outputs[0].token_ids)
+    stop = tokens[9]
+    engine.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=[stop]))
+    length = tokens.index(stop) + 1
+    metrics = engine.client.core.metrics().modules["lifetime_predictor"]
+    assert metrics == OwnMetrics(
+        num_predictions=2,
+        num_updates=2,
+        num_cut=1,
+        num_scored=1,
+        mae_tokens=12 - length,
+        median_mae_tokens=0,
+        within_10_percent=0,
+        within_10_percent_or_5_tokens=float(12 - length <= 5),
+        num_questions=2,
+    )
+
+
+def test_metrics_that_fail_leave_the_engines_own_scores(make_engine, registry):
+    engine = make_engine(registry=registry, lifetime_predictor="mute")
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
+    metrics = engine.client.core.metrics().modules["lifetime_predictor"]
+    assert metrics == LifetimeMetrics(num_predictions=1, num_updates=1, num_cut=1)
+
+
+def test_a_prediction_that_is_no_number_ends_no_request(make_engine, registry):
+    engine = make_engine(registry=registry, lifetime_predictor="constant")
+    engine.client.core.parts.predictor._length = "long"
+    (output,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert output.outputs[0].finish_reason == "length"
+    assert engine.client.core.metrics().modules["lifetime_predictor"].num_scored == 0
+
+
+def test_a_trace_scores_the_configured_predictor():
+    requests = [TraceRequest(0.1 * number, 50, 10 + number) for number in range(20)]
+    config = EngineConfig().with_values({"kv.num_blocks": 100})
+    run = simulate_serving(requests, config, COSTS)
+    assert run.predictor is not None
+    assert (run.predictor.num_predictions, run.predictor.num_cut) == (20, 1)  # the longest is the limit
+    assert run.predictor.num_scored == 18  # the first prediction stands on nothing

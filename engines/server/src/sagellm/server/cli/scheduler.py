@@ -1,0 +1,52 @@
+"""`scheduler stats|passes`: the scheduler of a running engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from sagellm.core.plugins.option_text import options_text
+from sagellm.engines.cli.output import columns, print_json
+from sagellm.server.cli.cache import AsJson
+from sagellm.server.cli.running import EngineName, connect
+from sagellm.server.cli.stats import scheduler as app
+
+
+@app.command()
+def passes(
+    change: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PASSES]",
+            help="What scheduler.passes would be, as in order=NAME,share=none; stages it does not name stay. "
+            "[default: show them]",
+        ),
+    ] = None,
+    *,
+    engine: EngineName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the scheduler's passes in the order in which they run, or change them between two steps.
+
+    If a pass is unknown or refused, nothing changes. A restart takes those of the configuration again.
+    """
+    _, client = connect(engine)
+    with client:
+        found = client.call("passes") if change is None else client.call("set_passes", text=change)
+    if as_json:
+        print_json(found)
+        return
+    before = [("order", found["stages"]["order"]), *(("-", each) for each in found["passes"])]
+    after = [(stage, each) for stage, each in found["stages"].items() if stage != "order"]
+    rows = [(stage, *_named(each)) for stage, each in (*before, *after)]
+    typer.echo(columns(("STAGE", "PASS", "OPTIONS"), rows))
+
+
+def _named(each: Any) -> tuple[str, str]:
+    """Return the name and the options of a provider in its plain form."""
+    if each is None:
+        return "none", ""
+    if isinstance(each, str):
+        return each, ""
+    return each["name"], options_text(each["options"])

@@ -1,0 +1,1 @@
+from sagellm.engines.testing.fixtures import *

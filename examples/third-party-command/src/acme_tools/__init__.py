@@ -1,0 +1,1 @@
+"""Commands and a scheduler pass from outside."""
