@@ -37,9 +37,9 @@ from sagellm.core import (
     pack,
 )
 from sagellm.engines import EngineConfig, SamplingParams
-from sagellm.engines.assembly import Modules
 from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.engine_core.sequence import Sequence
+from sagellm.engines.modules import Modules
 from sagellm.engines.queued_request import QueuedSequence
 from sagellm.kvmgr.kv_pool import PagedKVPool
 

@@ -27,8 +27,8 @@ from common import foreign_cores, output_flags, publish, spread
 from make_model import ensure
 
 from sagellm.engines import LLMEngine, SamplingParams
-from sagellm.engines.assembly import CPU_STEP_MS
 from sagellm.engines.cli.output import columns
+from sagellm.engines.engine_core.building import CPU_STEP_MS
 
 MAX_STEP, MAX_ITL = 1.5, 2.0  # × the target
 CHUNKED, UNBOUNDED = "chunks by time", "unbounded"

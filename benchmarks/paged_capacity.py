@@ -19,9 +19,9 @@ from modelless import modelless_core
 
 from sagellm.core import DEFAULT, PluginRegistry, Runtime
 from sagellm.engines import EngineConfig, SamplingParams
-from sagellm.engines.assembly import Modules
 from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.input_processor import InputProcessor, RequestLimits
+from sagellm.engines.modules import Modules
 
 LIMIT = 4096
 TRACE = Path(__file__).parent / "traces" / "azure_conv.csv.xz"

@@ -26,8 +26,10 @@ from sagellm.core import (
 )
 from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.engines import EngineConfig, SamplingParams
-from sagellm.engines.assembly import Modules, build_core
+from sagellm.engines.assembly import build_computing_core
+from sagellm.engines.engine_core.building import CorePlan
 from sagellm.engines.engine_core.compaction import Compactor
+from sagellm.engines.modules import Modules
 from sagellm.engines.queued_request import QueuedSequence
 
 VOCAB, BLOCK_SIZE, TOKEN_BYTES = 64, 4, 32
@@ -140,15 +142,15 @@ class Simulation:
             "scheduler.max_num_seqs": 6,
         }
         config = EngineConfig().with_values(values | settings)
-        self.core = build_core(
-            Modules(PluginRegistry.load(), config),
-            HashBackend(self.runtime),
-            LAYOUT,
+        plan = CorePlan(
+            modules=Modules(PluginRegistry.load(), config),
+            layout=LAYOUT,
             num_blocks=config.kv.num_blocks,
             vocab_size=VOCAB,
             runtime=self.runtime,
             fingerprint=lambda: "hash",
         )
+        self.core = build_computing_core(plan, HashBackend(self.runtime))
         self.offload = self.core.kv.offload
         storage, failures = self.offload.tiers, self.random.choice((0.0, 0.05))
         storage._tiers = tuple(self._late(tier, failures) for tier in storage._tiers)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from sagellm.core import (
-    PASS_WATCHERS,
     WHOLE,
     CheckpointError,
     ChromeTraceWriter,
@@ -18,13 +17,8 @@ from sagellm.core import (
     ConfigError,
     EngineInfo,
     EngineProtocol,
-    ExecutorProtocol,
     InvalidRequestError,
-    KVIdentity,
     KVLayout,
-    KVMemory,
-    KVOffloadProtocol,
-    LifetimePredictorProtocol,
     ModelGeometry,
     ModelSpec,
     NullTrace,
@@ -32,23 +26,16 @@ from sagellm.core import (
     ProviderSpec,
     RequestLimits,
     Runtime,
-    StepCostMetrics,
     TraceWriter,
     UnsupportedModelError,
     get_logger,
 )
 from sagellm.engines.attention.progress_hook import ProgressHook, ProgressReportingAttention
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.engine_core.batching import BatchingMeter
-from sagellm.engines.engine_core.core import CoreParts, EngineCore
-from sagellm.engines.engine_core.kv_modules import build_kv
-from sagellm.engines.engine_core.kv_tiers import build_offload, build_saves, read_tiers
+from sagellm.engines.engine_core.building import CorePlan, build_core
+from sagellm.engines.engine_core.core import EngineCore
+from sagellm.engines.engine_core.kv_tiers import read_tiers
 from sagellm.engines.engine_core.num_blocks import KVDemand, find_num_blocks
-from sagellm.engines.engine_core.pass_admin import PassAdmin
-from sagellm.engines.engine_core.scheduler import DraftProposer, Scheduler
-from sagellm.engines.engine_core.seats import Seats
-from sagellm.engines.engine_core.step_cost_fit import StepCostFit
-from sagellm.engines.engine_core.step_runner import StepRunner
 from sagellm.engines.forward.choice import make_backend
 from sagellm.engines.forward.free_cores import FreeCores
 from sagellm.engines.loading.device_and_dtype import resolve_device
@@ -57,14 +44,9 @@ from sagellm.engines.loading.generation_defaults import NAMES_IN_FILE, Generatio
 from sagellm.engines.loading.load import open_model
 from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import open_tokenizer
-from sagellm.engines.modules import Modules as Modules, engine, extra_args, logits_processors
-from sagellm.engines.sampling import draws
+from sagellm.engines.modules import Modules as Modules, engine, logits_processors
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.engines.sampling.sampler import Sampler
-from sagellm.engines.worker.model_runner import ModelRunner
-from sagellm.engines.worker.seat_state import SeatState
-from sagellm.engines.worker.step_graphs import StepGraphs
-from sagellm.engines.worker.worker import Worker
+from sagellm.engines.worker.building import build_worker
 
 if TYPE_CHECKING:
     from sagellm.core import ForwardBackendProtocol
@@ -74,10 +56,6 @@ logger = get_logger(__name__)
 
 SCALED = frozenset({"int8", "float8_e4m3fn"})
 """Number formats of KV that need scales."""
-
-
-CPU_STEP_MS, GPU_STEP_MS = 250.0, 50.0
-"""How long a step may take while others decode or wait, unless the configuration says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,122 +69,26 @@ class AssembledEngine:
     runtime: Runtime
 
 
-@dataclass(frozen=True, kw_only=True)
-class StandIns:
-    """Modules of a simulation, in place of those that the configuration names; None: as configured."""
-
-    executor: ExecutorProtocol | None = None
-    predictor: LifetimePredictorProtocol | None = None
-    make_offload: Callable[[KVMemory], KVOffloadProtocol] | None = None
-
-
-def build_core(  # noqa: PLR0913
-    modules: Modules,
+def build_computing_core(
+    plan: CorePlan,
     backend: ForwardBackendProtocol,
-    layout: KVLayout,
     *,
-    num_blocks: int,
-    vocab_size: int,
-    runtime: Runtime,
-    fingerprint: Callable[[], str] = str,
-    trace: TraceWriter | None = None,
     around_step: Callable[[], AbstractContextManager[object]] = nullcontext,
-    progress: ProgressHook | None = None,
-    propose: DraftProposer | None = None,
-    stand_ins: StandIns | None = None,
 ) -> EngineCore:
-    """Build a core around a forward backend that has no KV yet. The core closes `trace`.
+    """Build a core that computes: around a forward backend, which has no KV yet.
 
-    `fingerprint` returns a value that is equal for models with interchangeable KV; it is called when a tier
-    or a save first needs it. A step's forward pass and sampling run inside the context of `around_step`;
-    `progress` is the hook that the backend calls. `propose` guesses tokens that a step then verifies.
+    A step's forward pass and sampling run inside the context of `around_step`.
     """
-    config, given = modules.config, stand_ins or StandIns()
-    runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
-    runner.initialize_kv_caches(num_blocks)  # first: it raises if they exceed memory
-    identity = KVIdentity(fingerprint() if config.kv.tiers else "", layout.signature, layout.group.dtype)
-    processors = logits_processors(modules, vocab_size)
-    draw = draws.device_draw(runner.device)
-    sampler = Sampler(
-        processors.values(),
-        extra_args(modules, processors),
-        labels=[modules.label("logits_processor", name) for name in processors],
-        draw=draw if runner.device.type == "cpu" else None,  # on a GPU the kernel is for whole steps
-    )
-    num_seats, block_size = config.scheduler.max_num_seqs, layout.block_size
-    state = SeatState(num_seats, block_size=block_size)
-    cost_fit = StepCostFit()
-    graphs = StepGraphs(state, layout, trace=trace, cost=lambda: cost_fit.cost)
-    worker = Worker(runner, sampler, state, graphs=graphs, around=around_step, draw=draw)
-    executor = given.executor or modules.make("executor", config.forward.executor, worker)
+    modules = plan.modules
+    processors = logits_processors(modules, plan.vocab_size)
+    worker = build_worker(plan, backend, processors, around_step)  # first: it raises if the KV exceeds memory
+    executor = modules.make("executor", modules.config.forward.executor, worker)
     with ExitStack() as on_failure:
         on_failure.callback(executor.close)
-        seats = Seats(num_seats, block_size=block_size)
-        label = modules.label("executor", config.forward.executor.name)
-        steps = StepRunner(executor, seats, runtime.clock, label=label, vocab_size=vocab_size)
-        memory = KVMemory(steps, layout.block_size, layout.block_bytes, identity)
-        offload = (
-            given.make_offload(memory) if given.make_offload else build_offload(modules, memory, runtime)
-        )
-        kv = build_kv(modules, seats, num_blocks, runtime.clock, identity=identity, offload=offload)
-        predictor = given.predictor or modules.make("lifetime_predictor", config.predictor.name)
-        scheduler: Scheduler
-        ir = modules.make(
-            "scheduler",
-            config.scheduler.name,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            block_size=layout.block_size,
-            probe=lambda request: scheduler.probe(request),
-            epoch=lambda: kv.manager.epoch,
-            clock=runtime.clock,
-            cost=lambda: cost_fit.cost,
-            step_target_ms=_step_target_ms(config),
-        )
-        passes = PassAdmin(ir, modules)
-        if config.scheduler.print != "none":
-            ir.watch(PASS_WATCHERS[config.scheduler.print]())
-        batching = BatchingMeter(
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            max_num_seqs=config.scheduler.max_num_seqs,
-        )
-        scheduler = Scheduler(
-            ir,
-            kv.manager,
-            batching,
-            now_ns=runtime.clock.now_ns,
-            propose=propose,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            vocab_size=vocab_size,
-        )
-        core = EngineCore(
-            CoreParts(
-                scheduler=scheduler,
-                kv=kv.manager,
-                saves=build_saves(modules, memory, kv.manager, fingerprint, runtime),
-                steps=steps,
-                executor=executor,
-                worker=worker,
-                predictor=predictor,
-                registry=modules.registry,
-                runtime=runtime,
-                cost_fit=cost_fit,
-                passes=passes,
-                trace=trace or NullTrace(),
-                metrics_of={
-                    **kv.metrics_of,
-                    "scheduler": ir.metrics,
-                    "step_cost": lambda: StepCostMetrics(
-                        cost=cost_fit.cost, step_target_ms=_step_target_ms(config)
-                    ),
-                    "batching": batching.metrics,
-                    "forward_backend": backend.metrics,
-                    "logits_processor": lambda: {name: one.metrics() for name, one in processors.items()},
-                },
-                progress=progress or ProgressHook(),
-            )
-        )
+        core = build_core(plan, executor, worker)
         on_failure.pop_all()
+    core.add_metrics("forward_backend", backend.metrics)
+    core.add_metrics("logits_processor", lambda: {name: one.metrics() for name, one in processors.items()})
     return core
 
 
@@ -269,17 +151,18 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
     backend = chosen.backend
     num_blocks = config.kv.num_blocks or _fitting_blocks(config, layout, geometry, max_model_len)
     config = config.with_values({"model.dtype": opened.dtype_name, "kv.num_blocks": num_blocks})
-    core = build_core(
-        modules,
-        backend,
-        layout,
+    plan = CorePlan(
+        modules=modules,
+        layout=layout,
         num_blocks=num_blocks,
         vocab_size=geometry.vocab_size,
         runtime=runtime,
         fingerprint=partial(fingerprint_of, opened.files, config.model),
         trace=trace,
-        around_step=nullcontext if cores is None else cores.during_step,
         progress=progress,
+    )
+    core = build_computing_core(
+        plan, backend, around_step=nullcontext if cores is None else cores.during_step
     )
     finalize(core, trace.close)  # at the latest when the process ends: until then its last events are missing
     weight_bytes = backend.model_metrics().weight_bytes
@@ -295,7 +178,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         num_blocks=num_blocks,
         block_size=layout.block_size,
         eos_token_ids=opened.generation.eos_token_ids,
-        extra_args=core.parts.worker.sampler.extra_args,
+        extra_args=core.worker.sampler.extra_args,
     )
     core.info = EngineInfo(
         limits=limits,
@@ -325,13 +208,6 @@ def open_trace(path: str | None, clock: Clock) -> TraceWriter:
         raise ConfigError(
             f"trace.file is {path!r}, which cannot be written: {error.strerror}; name another file"
         ) from error
-
-
-def _step_target_ms(config: EngineConfig) -> float:
-    if config.scheduler.step_target_ms is not None:
-        return config.scheduler.step_target_ms
-    is_gpu = resolve_device(config.model.device).type == "cuda"
-    return GPU_STEP_MS if is_gpu else CPU_STEP_MS
 
 
 def _layout(spec: ModelSpec, dtype_name: str, block_size: int) -> KVLayout:

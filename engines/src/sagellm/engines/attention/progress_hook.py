@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from sagellm.core import AttentionBackendProtocol, AttentionMetrics, AttentionSpec, InputBatch
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ProgressHook:

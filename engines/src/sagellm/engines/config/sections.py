@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from sagellm.core import ConfigError, ProviderSpec
 from sagellm.core.errors import nearest
+from sagellm.core.plugins.option_text import split
 from sagellm.engines.config.explain import Aliases, explain
 from sagellm.engines.config.providers import (
     OneProvider,
@@ -22,7 +23,6 @@ from sagellm.engines.config.providers import (
     Tiers,
     provider,
     providers,
-    split,
 )
 from sagellm.engines.embedded import EMBEDDED
 from sagellm.engines.sizes import parse_bytes

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -52,7 +52,10 @@ from sagellm.engines.engine_core.step_cost_fit import StepCostFit, work_of
 from sagellm.engines.engine_core.step_runner import PlannedStep, StepResult, StepRunner
 from sagellm.engines.engine_core.step_tokens import StepTokens
 from sagellm.engines.sampling.stop import check_stop_conditions
-from sagellm.engines.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from sagellm.engines.worker.model_runner import ModelRunner
+    from sagellm.engines.worker.worker import Worker
 
 logger = get_logger(__name__)
 
@@ -83,7 +86,7 @@ class CoreParts:
     saves: KVSavesProtocol
     steps: StepRunner
     executor: ExecutorProtocol
-    worker: Worker  # of this process
+    worker: Worker | None = None  # of this process; None: another computes, or nothing does
     predictor: LifetimePredictorProtocol
     registry: PluginRegistry
     runtime: Runtime
@@ -111,7 +114,6 @@ class EngineCore(EngineProtocol):
     def __init__(self, parts: CoreParts) -> None:
         self.parts = parts
         self.scheduler, self.kv, self.steps = parts.scheduler, parts.kv, parts.steps
-        self.runner = parts.worker.runner
         self._seats = parts.kv.seats
         self._trace = parts.trace
         self._is_traced = not isinstance(parts.trace, NullTrace)
@@ -127,6 +129,17 @@ class EngineCore(EngineProtocol):
         self._step_observers = Observers(parts.registry, "sagellm_step_finished")
         if kv_observers := Observers(parts.registry, "sagellm_kv_events"):
             self.kv.observe(lambda events: kv_observers.tell(events=events))
+
+    @property
+    def worker(self) -> Worker:
+        """The worker of this process, which a core that computes has."""
+        assert self.parts.worker is not None, "nothing is computed here"
+        return self.parts.worker
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The worker's model runner."""
+        return self.worker.runner
 
     def step(self) -> Seq[TokenOutput]:
         """Plan and submit a step, and return the outputs of the previous one, or of this one."""
@@ -224,7 +237,7 @@ class EngineCore(EngineProtocol):
                 self.kv.poll()
             except Exception as error:
                 logger.exception("an idle engine failed: %s", self.parts.registry.describe(error))
-        return self.runner.backend.use_idle_time()
+        return self.parts.worker is not None and self.runner.backend.use_idle_time()
 
     def close(self) -> None:
         """End all sequences and release files and connections. The engine must not be used afterwards."""
@@ -255,11 +268,12 @@ class EngineCore(EngineProtocol):
     def report_progress(self, beat: Callable[[], None]) -> None:
         """Have each layer of a forward pass call `beat`."""
         self.parts.progress.beat = beat
-        self.runner.backend.report_progress(beat)
+        if self.parts.worker is not None:
+            self.runner.backend.report_progress(beat)
 
     def watch_graphs(self, take: Callable[[ExecutionGraph], None]) -> None:
         """Have `take` called with the execution graph of each later step, before it is executed."""
-        self.parts.worker.graphs.watch(take)
+        self.worker.graphs.watch(take)
 
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
         """Include a module's metrics in the snapshot, under its kind."""

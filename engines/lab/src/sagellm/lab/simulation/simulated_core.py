@@ -13,14 +13,13 @@ from sagellm.core import (
     KVOffloadProtocol,
     KVTierProtocol,
     LifetimePredictorProtocol,
-    NullForwardBackend,
     PluginRegistry,
     Runtime,
     SequenceId,
     VirtualClock,
 )
-from sagellm.engines.assembly import CPU_STEP_MS, GPU_STEP_MS, StandIns, build_core
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.engine_core.building import CPU_STEP_MS, GPU_STEP_MS, CorePlan, build_core
 from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.modules import Modules
 from sagellm.engines.sizes import parse_bytes
@@ -74,17 +73,16 @@ def build_simulated_core(
         )
         return made
 
-    core = build_core(
-        modules,
-        NullForwardBackend(),
-        KVLayout(group=_GROUP, block_size=config.kv.block_size),
+    plan = CorePlan(
+        modules=modules,
+        layout=KVLayout(group=_GROUP, block_size=config.kv.block_size),
         num_blocks=num_blocks,
         vocab_size=VOCAB_SIZE,
         runtime=replace(Runtime.virtual(), clock=clock),
-        stand_ins=StandIns(
-            executor=executor, predictor=predictor, make_offload=make_offload if max_blocks else None
-        ),
+        predictor=predictor,
+        make_offload=make_offload if max_blocks else None,
     )
+    core = build_core(plan, executor)
     return SimulatedCore(config=config, core=core, clock=clock, executor=executor)
 
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core import Randomness, RequestLimits, Runtime, VirtualClock
 from sagellm.core.late_kv_tier import LateKVTier
-from sagellm.engines.assembly import Modules, build_core
+from sagellm.engines.assembly import build_computing_core
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.engine_core.building import CorePlan
+from sagellm.engines.modules import Modules
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.lab.simulation.served.network import SimSocket
 from sagellm.lab.simulation.served.oracle import LAYOUT, VOCAB, OracleBackend
@@ -181,15 +183,16 @@ class SimCoreProcess:
         num_blocks = config.kv.num_blocks
         assert num_blocks is not None, "every plan has it"
         try:
-            self.core = build_core(
-                Modules(self._world.registry, config),
-                OracleBackend(self._compute, deadly=self._world.deadly, die=self._crash),
-                LAYOUT,
+            plan = CorePlan(
+                modules=Modules(self._world.registry, config),
+                layout=LAYOUT,
                 num_blocks=num_blocks,
                 vocab_size=VOCAB,
                 runtime=runtime,
                 fingerprint=lambda: "oracle",
             )
+            backend = OracleBackend(self._compute, deadly=self._world.deadly, die=self._crash)
+            self.core = build_computing_core(plan, backend)
         except Exception as error:
             self._fail_to_load(error)
             return

@@ -1,0 +1,156 @@
+"""Builds a core around an executor: KV, scheduler, and the loop that drives them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sagellm.core import (
+    PASS_WATCHERS,
+    ExecutorProtocol,
+    KVIdentity,
+    KVLayout,
+    KVMemory,
+    KVOffloadProtocol,
+    LifetimePredictorProtocol,
+    NullTrace,
+    Runtime,
+    SchedulerIRProtocol,
+    StepCostMetrics,
+    TraceWriter,
+)
+from sagellm.engines.attention.progress_hook import ProgressHook
+from sagellm.engines.engine_core.batching import BatchingMeter
+from sagellm.engines.engine_core.core import CoreParts, EngineCore
+from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
+from sagellm.engines.engine_core.kv_modules import KVModules, build_kv
+from sagellm.engines.engine_core.kv_tiers import build_offload, build_saves
+from sagellm.engines.engine_core.pass_admin import PassAdmin
+from sagellm.engines.engine_core.scheduler import DraftProposer, Scheduler
+from sagellm.engines.engine_core.seats import Seats
+from sagellm.engines.engine_core.step_cost_fit import StepCostFit
+from sagellm.engines.engine_core.step_runner import StepRunner
+from sagellm.engines.modules import Modules
+
+if TYPE_CHECKING:
+    from sagellm.engines.worker.worker import Worker
+
+CPU_STEP_MS, GPU_STEP_MS = 250.0, 50.0
+"""How long a step may take while others decode or wait, unless the configuration says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorePlan:
+    """What a core is built from. The core closes `trace`.
+
+    `fingerprint` returns a value that is equal for models with interchangeable KV; it is called when a tier
+    or a save first needs it. `progress` is the hook that a backend calls at each layer. `propose` guesses
+    tokens that a step then verifies. `predictor` and `make_offload`, of a simulation for instance, take the
+    place of what the configuration names.
+    """
+
+    modules: Modules
+    layout: KVLayout
+    num_blocks: int
+    vocab_size: int
+    runtime: Runtime
+    fingerprint: Callable[[], str] = str
+    trace: TraceWriter = field(default_factory=NullTrace)
+    progress: ProgressHook = field(default_factory=ProgressHook)
+    propose: DraftProposer | None = None
+    predictor: LifetimePredictorProtocol | None = None
+    make_offload: Callable[[KVMemory], KVOffloadProtocol] | None = None
+    cost_fit: StepCostFit = field(default_factory=StepCostFit)
+
+    @property
+    def step_target_ms(self) -> float:
+        """How long a step may take while others decode or wait."""
+        config = self.modules.config
+        if config.scheduler.step_target_ms is not None:
+            return config.scheduler.step_target_ms
+        return GPU_STEP_MS if config.model.device.startswith("cuda") else CPU_STEP_MS
+
+
+def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None = None) -> EngineCore:
+    """Build a core whose steps an executor computes; `worker` is the one of this process, if any."""
+    modules, runtime = plan.modules, plan.runtime
+    config = modules.config
+    seats = Seats(config.scheduler.max_num_seqs, block_size=plan.layout.block_size)
+    label = modules.label("executor", config.forward.executor.name)
+    steps = StepRunner(executor, seats, runtime.clock, label=label, vocab_size=plan.vocab_size)
+    memory, kv = _build_kv(plan, seats, steps)
+    ir, scheduler, batching = _build_scheduler(plan, kv.manager)
+    return EngineCore(
+        CoreParts(
+            scheduler=scheduler,
+            kv=kv.manager,
+            saves=build_saves(modules, memory, kv.manager, plan.fingerprint, runtime),
+            steps=steps,
+            executor=executor,
+            worker=worker,
+            predictor=plan.predictor or modules.make("lifetime_predictor", config.predictor.name),
+            registry=modules.registry,
+            runtime=runtime,
+            cost_fit=plan.cost_fit,
+            passes=PassAdmin(ir, modules),
+            trace=plan.trace,
+            metrics_of={
+                **kv.metrics_of,
+                "scheduler": ir.metrics,
+                "step_cost": lambda: StepCostMetrics(
+                    cost=plan.cost_fit.cost, step_target_ms=plan.step_target_ms
+                ),
+                "batching": batching.metrics,
+            },
+            progress=plan.progress,
+        )
+    )
+
+
+def _build_kv(plan: CorePlan, seats: Seats, steps: StepRunner) -> tuple[KVMemory, KVModules]:
+    """Build pool, prefix cache and tiers."""
+    modules, layout = plan.modules, plan.layout
+    fingerprint = plan.fingerprint() if modules.config.kv.tiers else ""
+    identity = KVIdentity(fingerprint, layout.signature, layout.group.dtype)
+    memory = KVMemory(steps, layout.block_size, layout.block_bytes, identity)
+    offload = plan.make_offload(memory) if plan.make_offload else build_offload(modules, memory, plan.runtime)
+    return memory, build_kv(
+        modules, seats, plan.num_blocks, plan.runtime.clock, identity=identity, offload=offload
+    )
+
+
+def _build_scheduler(
+    plan: CorePlan, kv: KVCacheManager
+) -> tuple[SchedulerIRProtocol, Scheduler, BatchingMeter]:
+    """Build what decides, the queues that carry it out, and the meter of both."""
+    config, clock = plan.modules.config.scheduler, plan.runtime.clock
+    limits = {
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_seqs": config.max_num_seqs,
+    }
+    scheduler: Scheduler
+    ir: SchedulerIRProtocol = plan.modules.make(
+        "scheduler",
+        config.name,
+        **limits,
+        block_size=plan.layout.block_size,
+        probe=lambda request: scheduler.probe(request),
+        epoch=lambda: kv.epoch,
+        clock=clock,
+        cost=lambda: plan.cost_fit.cost,
+        step_target_ms=plan.step_target_ms,
+    )
+    if config.print != "none":
+        ir.watch(PASS_WATCHERS[config.print]())
+    batching = BatchingMeter(**limits)
+    scheduler = Scheduler(
+        ir,
+        kv,
+        batching,
+        now_ns=clock.now_ns,
+        propose=plan.propose,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        vocab_size=plan.vocab_size,
+    )
+    return ir, scheduler, batching
