@@ -40,7 +40,7 @@ from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.modules import Modules
-from sagellm.engines.queued_request import QueuedSequence
+from sagellm.engines.requests.queued_request import QueuedSequence
 from sagellm.kvmgr.kv_pool import PagedKVPool
 
 ALLOCATORS = ("free_list", "buddy")

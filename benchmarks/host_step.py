@@ -44,7 +44,7 @@ from sagellm.core import (
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.modules import Modules
-from sagellm.engines.queued_request import QueuedSequence
+from sagellm.engines.requests.queued_request import QueuedSequence
 from sagellm.engines.sampling.params import SamplingParams
 
 BLOCK_SIZE = 16

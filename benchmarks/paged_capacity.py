@@ -20,8 +20,8 @@ from modelless import modelless_core
 from sagellm.core import DEFAULT, PluginRegistry, Runtime
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.engine_core.core import EngineCore
-from sagellm.engines.input_processor import InputProcessor, RequestLimits
 from sagellm.engines.modules import Modules
+from sagellm.engines.requests.input_processor import InputProcessor, RequestLimits
 
 LIMIT = 4096
 TRACE = Path(__file__).parent / "traces" / "azure_conv.csv.xz"

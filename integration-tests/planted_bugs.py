@@ -404,7 +404,7 @@ def free_blocks_not_counted_down() -> None:
     caught_by="engines/tests/test_engine_requests.py::test_an_abort_ends_all_continuations",
 )
 def an_abort_of_the_first_continuation() -> None:
-    from sagellm.engines.output_processor import OutputProcessor
+    from sagellm.engines.requests.output_processor import OutputProcessor
 
     @change(OutputProcessor, "sequence_ids")
     def sequence_ids(original: Any, self: Any, request_id: Any) -> Any:
@@ -655,7 +655,7 @@ def another_row_s_seed() -> None:
     caught_by="engines/tests/test_engine_requests.py::test_several_continuations_of_one_prompt",
 )
 def one_seed_for_all_continuations() -> None:
-    from sagellm.engines import queued_request
+    from sagellm.engines.requests import queued_request
 
     @change(queued_request, "QueuedSequence")
     def queued_sequence(original: Any, *arguments: Any) -> Any:

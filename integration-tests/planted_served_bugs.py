@@ -87,7 +87,7 @@ def bug(breaks: str, *, part: str) -> Callable[[Callable[[], None]], Callable[[]
 
 @bug("A stream is not told its last output.", part="front")
 def a_last_output_dropped() -> None:
-    from sagellm.engines.output_stream import OutputStream
+    from sagellm.engines.requests.output_stream import OutputStream
 
     @change(OutputStream, "put")
     def put(original: Any, self: Any, output: Any) -> None:
@@ -113,7 +113,7 @@ def a_seat_kept_after_a_disconnect() -> None:
 
 @bug("Two requests that get tokens in one step get each other's.", part="front")
 def an_output_for_the_wrong_request() -> None:
-    from sagellm.engines.output_processor import OutputProcessor
+    from sagellm.engines.requests.output_processor import OutputProcessor
 
     @change(OutputProcessor, "process")
     def process(original: Any, self: Any, outputs: Any) -> Any:
@@ -127,7 +127,7 @@ def an_output_for_the_wrong_request() -> None:
 
 @bug("When the core dies, streams are not told.", part="front")
 def streams_that_outlive_their_core() -> None:
-    from sagellm.engines.output_stream import OutputStreams
+    from sagellm.engines.requests.output_stream import OutputStreams
 
     @change(OutputStreams, "fail_all")
     def fail_all(_: Any, self: Any, error: Any) -> None:

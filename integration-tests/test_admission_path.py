@@ -25,7 +25,7 @@ from sagellm.engines.engine_core.kv_modules import build_kv
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.modules import Modules
-from sagellm.engines.queued_request import QueuedSequence
+from sagellm.engines.requests.queued_request import QueuedSequence
 from sagellm.engines.sampling.params import SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE = 40, 16

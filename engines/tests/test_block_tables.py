@@ -21,7 +21,7 @@ from sagellm.engines.engine_core.kv_modules import build_kv
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.modules import Modules
-from sagellm.engines.queued_request import QueuedSequence
+from sagellm.engines.requests.queued_request import QueuedSequence
 from sagellm.engines.worker.seat_state import FIRST_TOKENS, SeatState, first_tables
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SEATS = 4, 16, 8

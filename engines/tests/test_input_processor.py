@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-import sagellm.engines.input_processor
+import sagellm.engines.requests.input_processor
 from sagellm.core import InvalidRequestError, Runtime
 from sagellm.engines import InputProcessor, SamplingParams
-from sagellm.engines.input_processor import RequestLimits
+from sagellm.engines.requests.input_processor import RequestLimits
 from sagellm.engines.testing import make_tokenizer
 
 LIMITS = RequestLimits(
@@ -66,13 +66,13 @@ def test_at_least_one_token_must_remain(processor, settings):
 
 def test_prompts_that_share_parameters_have_their_bad_words_read_once(processor, monkeypatch):
     calls = []
-    real = sagellm.engines.input_processor.bad_words_token_ids
+    real = sagellm.engines.requests.input_processor.bad_words_token_ids
 
     def count(words, tokenizer):
         calls.append(words)
         return real(words, tokenizer)
 
-    monkeypatch.setattr("sagellm.engines.input_processor.bad_words_token_ids", count)
+    monkeypatch.setattr("sagellm.engines.requests.input_processor.bad_words_token_ids", count)
     params = SamplingParams(bad_words=["The"], max_tokens=2)
     made = [processor.process_request([5, 6], params).params for _ in range(3)]
     assert len(calls) == 1

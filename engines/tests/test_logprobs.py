@@ -13,8 +13,8 @@ from hypothesis import given, settings, strategies as st
 from sagellm.core import EngineError, PromptScores, Request, Runtime, SampledToken, TokenOutput, pack
 from sagellm.engines import SamplingParams
 from sagellm.engines.logprobs import Logprob, Logprobs, Position, PromptLogprobs
-from sagellm.engines.output_processor import OutputProcessor
-from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.requests.output_processor import OutputProcessor
+from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.engines.testing.decoders import TOKENIZERS, byte_ids, byte_level, llama_style
 from sagellm.engines.text.detokenizer import Decoders, TokenText
 

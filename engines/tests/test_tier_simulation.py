@@ -30,7 +30,7 @@ from sagellm.engines.assembly import build_computing_core
 from sagellm.engines.engine_core.building import CorePlan
 from sagellm.engines.engine_core.compaction import Compactor
 from sagellm.engines.modules import Modules
-from sagellm.engines.queued_request import QueuedSequence
+from sagellm.engines.requests.queued_request import QueuedSequence
 
 VOCAB, BLOCK_SIZE, TOKEN_BYTES = 64, 4, 32
 LAYOUT = KVLayout(

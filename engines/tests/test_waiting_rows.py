@@ -10,7 +10,7 @@ from sagellm.core import Request, RequestId, SequenceId, pack
 from sagellm.engines import SamplingParams
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.waiting import WaitingRows, place_of
-from sagellm.engines.queued_request import QueuedSequence
+from sagellm.engines.requests.queued_request import QueuedSequence
 
 
 def sequence(name, *, priority=0, arrival_ns=0):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from sagellm.engines.engine_core.scheduler import Scheduler
-from sagellm.engines.output_stream import OutputStream
+from sagellm.engines.requests.output_stream import OutputStream
 from sagellm.lab.simulation.served.oracle import expected_tokens, text_of
 from sagellm.lab.simulation.served.plan import Ask, draw_plan
 from sagellm.lab.simulation.served.seeds import Failure, Totals, plan_of, run_seeds

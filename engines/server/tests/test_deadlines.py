@@ -9,7 +9,7 @@ import pytest
 
 from sagellm.core import InvalidRequestError, Runtime, Tenant, VirtualClock
 from sagellm.engines import AsyncLLMEngine, SamplingParams
-from sagellm.engines.request_checks import check_request
+from sagellm.engines.requests.request_checks import check_request
 from sagellm.server.remote.frames import FrameReader, encode
 from sagellm.server.remote.messages import Add, ToCore
 

@@ -15,7 +15,7 @@ from sagellm.core import (
 )
 from sagellm.engines.engine_core.request_log import RequestLog
 from sagellm.engines.engine_core.sequence import Sequence
-from sagellm.engines.queued_request import QueuedSequence
+from sagellm.engines.requests.queued_request import QueuedSequence
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.server.http.answer_ids import request_of
 

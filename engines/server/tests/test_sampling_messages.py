@@ -8,8 +8,8 @@ import pytest
 from sagellm.core import EngineError, ExtraArg, Namespace, PromptScores, Runtime, SequenceId
 from sagellm.engines import InputProcessor, SampledToken, SamplingParams
 from sagellm.engines.engine_core import TokenOutput
-from sagellm.engines.input_processor import RequestLimits
-from sagellm.engines.request_checks import check_request, check_shared
+from sagellm.engines.requests.input_processor import RequestLimits
+from sagellm.engines.requests.request_checks import check_request, check_shared
 from sagellm.engines.testing import make_tokenizer
 from sagellm.server.remote.frames import FrameReader, encode
 from sagellm.server.remote.messages import Add, Hello, Step

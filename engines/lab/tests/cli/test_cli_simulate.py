@@ -184,7 +184,7 @@ def test_faults_are_simulated_from_seeds(sage):
 
 
 def test_a_violation_is_shown_with_the_command_that_repeats_it(sage, monkeypatch):
-    from sagellm.engines.output_stream import OutputStreams
+    from sagellm.engines.requests.output_stream import OutputStreams
 
     monkeypatch.setattr(OutputStreams, "deliver", lambda self, outputs: None)
     done = sage("llm", "simulate", "--faults", "--seeds", "1", "--only", "6")

@@ -14,7 +14,7 @@ import pytest
 from sagellm.core import EngineMetrics
 from sagellm.engines import AsyncLLMEngine, SamplingParams
 from sagellm.engines.config import EngineConfig, ServerConfig
-from sagellm.engines.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sagellm.engines.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sagellm.server.http import create_app, make_server
 from sagellm.testing.patience import PATIENCE_S, wait_until
 

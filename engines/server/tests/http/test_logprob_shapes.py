@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, processors
 
 from sagellm.core import PromptScores, Request, Runtime, SampledToken, TokenOutput, pack
 from sagellm.engines import SamplingParams
-from sagellm.engines.output_processor import OutputProcessor
-from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.requests.output_processor import OutputProcessor
+from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.engines.testing.decoders import TOKENIZERS, byte_ids, byte_level, llama_style
 from sagellm.server.http.chat_shape import ChatShape
 from sagellm.server.http.completion_shape import CompletionShape

@@ -11,7 +11,7 @@ import pytest
 from sagellm.core import PromptScores
 from sagellm.engines import SamplingParams
 from sagellm.engines.logprobs import Logprobs, Position, PromptLogprobs
-from sagellm.engines.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sagellm.engines.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sagellm.engines.testing.decoders import byte_ids, llama_style
 from sagellm.engines.text.detokenizer import Decoders, TokenText, decoder_of
 from sagellm.server.http import generation

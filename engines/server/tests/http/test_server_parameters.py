@@ -6,7 +6,7 @@ import pytest
 
 from sagellm.core import Namespace
 from sagellm.engines import SamplingParams
-from sagellm.engines.outputs import CompletionOutput
+from sagellm.engines.requests.outputs import CompletionOutput
 from sagellm.server.http.shape import likeliest
 
 PROMPT = "The river has three names"

@@ -13,7 +13,7 @@ from sagellm.core import EngineDeadError, EngineError
 from sagellm.engines import SamplingParams
 from sagellm.engines.engine_client import BlockingClient, InProcessClient
 from sagellm.engines.engine_core.core import EngineCore
-from sagellm.engines.input_processor import InputProcessor
+from sagellm.engines.requests.input_processor import InputProcessor
 from sagellm.server.remote import CoreServer, SocketClient
 from sagellm.server.remote.core_process import listen
 from sagellm.server.remote.messages import Hello

@@ -18,7 +18,7 @@ import pytest
 
 from sagellm.core import EngineError, Namespace, VirtualClock
 from sagellm.engines import SamplingParams
-from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.server.remote import CoreServer
 from sagellm.server.remote.core_process import listen
 from sagellm.server.remote.frames import FrameReader, encode

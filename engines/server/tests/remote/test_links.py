@@ -12,7 +12,7 @@ import pytest
 
 from sagellm.core import RequestLimits, Runtime, SampledToken, SequenceId, Tenant, TokenOutput
 from sagellm.engines import InputProcessor, SamplingParams
-from sagellm.engines.queued_request import QueuedRequest, QueuedSequence
+from sagellm.engines.requests.queued_request import QueuedRequest, QueuedSequence
 from sagellm.server.remote import CoreServer, links
 from sagellm.server.remote.core_process import listen
 from sagellm.server.remote.links import Link, Links

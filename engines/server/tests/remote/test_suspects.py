@@ -8,8 +8,8 @@ import pytest
 
 from sagellm.core import DeadlyRequestError, Namespace, RequestLimits, Runtime, Tenant
 from sagellm.engines import InputProcessor, SamplingParams
-from sagellm.engines.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.server.remote import suspects
 from sagellm.server.remote.suspects import REFUSED_FOR_S, Suspects
 

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     )
     from sagellm.engines.config.schema import EngineConfig as EngineConfig
     from sagellm.engines.engine_client import EngineClient as EngineClient, InProcessClient as InProcessClient
-    from sagellm.engines.input_processor import InputProcessor as InputProcessor
     from sagellm.engines.llm_engine import LLM as LLM, LLMEngine as LLMEngine
     from sagellm.engines.logprobs import Logprob as Logprob
-    from sagellm.engines.output_stream import OutputStream as OutputStream
-    from sagellm.engines.outputs import (
+    from sagellm.engines.requests.input_processor import InputProcessor as InputProcessor
+    from sagellm.engines.requests.output_stream import OutputStream as OutputStream
+    from sagellm.engines.requests.outputs import (
         CompletionOutput as CompletionOutput,
         RequestMetrics as RequestMetrics,
         RequestOutput as RequestOutput,
     )
-    from sagellm.engines.prompts import TextPrompt as TextPrompt, TokensPrompt as TokensPrompt
+    from sagellm.engines.requests.prompts import TextPrompt as TextPrompt, TokensPrompt as TokensPrompt
     from sagellm.engines.sampling.params import SamplingParams as SamplingParams
     from sagellm.engines.sampling.rows import (
         BadLogitsError as BadLogitsError,
@@ -39,23 +39,23 @@ _MODULE_OF = {
     "BeamSearchOutput": ".beam_search",
     "BeamSearchParams": ".beam_search",
     "BeamSearchSequence": ".beam_search",
-    "CompletionOutput": ".outputs",
+    "CompletionOutput": ".requests.outputs",
     "EngineClient": ".engine_client",
     "EngineConfig": ".config.schema",
     "InProcessClient": ".engine_client",
-    "InputProcessor": ".input_processor",
+    "InputProcessor": ".requests.input_processor",
     "LLM": ".llm_engine",
     "LLMEngine": ".llm_engine",
     "Logprob": ".logprobs",
-    "OutputStream": ".output_stream",
-    "RequestMetrics": ".outputs",
-    "RequestOutput": ".outputs",
+    "OutputStream": ".requests.output_stream",
+    "RequestMetrics": ".requests.outputs",
+    "RequestOutput": ".requests.outputs",
     "SampledToken": ".sampling.rows",
     "Sampler": ".sampling.sampler",
     "SamplingParams": ".sampling.params",
     "SamplingRow": ".sampling.rows",
-    "TextPrompt": ".prompts",
-    "TokensPrompt": ".prompts",
+    "TextPrompt": ".requests.prompts",
+    "TokensPrompt": ".requests.prompts",
 }
 
 __all__ = sorted(["__version__", *_MODULE_OF])

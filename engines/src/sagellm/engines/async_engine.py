@@ -22,11 +22,11 @@ from sagellm.core import (
 from sagellm.engines.config.engine_settings import EngineSettings
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_client import RESPONSIVE_S
-from sagellm.engines.input_processor import RequestOptions
 from sagellm.engines.llm_engine import LLMEngine, one_of
-from sagellm.engines.output_stream import OutputStream, OutputStreams
-from sagellm.engines.outputs import RequestOutput
-from sagellm.engines.prompts import Prompt
+from sagellm.engines.requests.input_processor import RequestOptions
+from sagellm.engines.requests.output_stream import OutputStream, OutputStreams
+from sagellm.engines.requests.outputs import RequestOutput
+from sagellm.engines.requests.prompts import Prompt
 from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from sagellm.engines.llm_engine import LLMEngine
-    from sagellm.engines.outputs import RequestOutput
-    from sagellm.engines.prompts import Prompt
+    from sagellm.engines.requests.outputs import RequestOutput
+    from sagellm.engines.requests.prompts import Prompt
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 """A beam offers twice as many continuations, as some of them end."""

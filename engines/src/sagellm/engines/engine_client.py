@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from sagellm.core import EngineMetrics, EngineProtocol, FinishReason, SequenceId, TokenOutput
-from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.requests.queued_request import QueuedRequest
 
 RESPONSIVE_S = 4.0
 """An engine that makes no progress for longer while it has requests is unhealthy."""

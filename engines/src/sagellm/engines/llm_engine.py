@@ -24,11 +24,11 @@ from sagellm.engines.config.engine_settings import EngineSettings
 from sagellm.engines.config.schema import EngineConfig, flat_to_dotted
 from sagellm.engines.config.vllm_names import without_vllm_names
 from sagellm.engines.engine_client import InProcessClient
-from sagellm.engines.input_processor import RequestOptions
-from sagellm.engines.outputs import RequestOutput
-from sagellm.engines.prompts import Prompt
-from sagellm.engines.queued_request import QueuedRequest
-from sagellm.engines.request_driver import RequestDriver
+from sagellm.engines.requests.input_processor import RequestOptions
+from sagellm.engines.requests.outputs import RequestOutput
+from sagellm.engines.requests.prompts import Prompt
+from sagellm.engines.requests.queued_request import QueuedRequest
+from sagellm.engines.requests.request_driver import RequestDriver
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text.chat_messages import Message, read_conversations
 from sagellm.engines.text.chat_template import ChatTemplate

@@ -22,7 +22,7 @@ from sagellm.engines.cli.targets import check_targets
 if TYPE_CHECKING:
     from sagellm.engines import LLMEngine, RequestOutput, SamplingParams
     from sagellm.engines.cli.generated import TextPrinter
-    from sagellm.engines.input_processor import Prompt
+    from sagellm.engines.requests.input_processor import Prompt
 
 STDIN = "-"
 

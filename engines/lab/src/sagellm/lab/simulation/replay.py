@@ -24,7 +24,7 @@ from sagellm.engines.engine_core.kv_modules import KVModules, build_kv
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.modules import Modules
-from sagellm.engines.queued_request import QueuedSequence
+from sagellm.engines.requests.queued_request import QueuedSequence
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.lab.simulation.prompts import prompt_tokens
 

@@ -23,7 +23,7 @@ from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.step_tokens import StepTokens
 from sagellm.engines.progress import Advance
-from sagellm.engines.queued_request import QueuedSequence
+from sagellm.engines.requests.queued_request import QueuedSequence
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.lab.simulation.contents import BlockContents
 from sagellm.lab.simulation.prompts import prompt_tokens

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from sagellm.core import ConfigError
-from sagellm.engines.request_checks import MAX_WEIGHT, MIN_WEIGHT
+from sagellm.engines.requests.request_checks import MAX_WEIGHT, MIN_WEIGHT
 
 MAX_QUOTA = 1 << 40
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from sagellm.core import TokenIds
-from sagellm.engines.request_checks import MAX_DEADLINE_MS
+from sagellm.engines.requests.request_checks import MAX_DEADLINE_MS
 from sagellm.engines.sampling.checks import Parameter
 from sagellm.engines.sampling.params import MAX_LOGPROBS, MAX_N, PARAMETERS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from sagellm.engines.outputs import CompletionOutput, RequestOutput
+from sagellm.engines.requests.outputs import CompletionOutput, RequestOutput
 from sagellm.server.http.answer_ids import CHAT
 from sagellm.server.http.logprobs import chat_logprobs, prompt_logprobs
 from sagellm.server.http.reply import encode_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
-from sagellm.engines.outputs import CompletionOutput, RequestOutput
+from sagellm.engines.requests.outputs import CompletionOutput, RequestOutput
 from sagellm.server.http.answer_ids import COMPLETION
 from sagellm.server.http.logprobs import (
     TokenAt,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol, Unpack
 
 from sagellm.core import EngineMetrics
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.input_processor import Prompt, RequestOptions
-from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.requests.input_processor import Prompt, RequestOptions
+from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:

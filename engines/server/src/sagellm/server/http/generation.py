@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sagellm.core import Namespace, Tenant, get_logger
 from sagellm.core.logging import fields
-from sagellm.engines.input_processor import RequestOptions
-from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.requests.input_processor import RequestOptions
+from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.server.http.body_params import chat_params, check_budget, completion_params
 from sagellm.server.http.body_schema import Body, ChatBody, CompletionBody, StreamOptions

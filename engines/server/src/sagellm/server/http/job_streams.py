@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from sagellm.core import EngineError
-from sagellm.engines.input_processor import RequestOptions
-from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.requests.input_processor import RequestOptions
+from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.server.http.engine_front import EngineFront, Stream
 from sagellm.server.http.errors import APIError, deadline_exceeded
 from sagellm.server.http.metrics import RequestTimer

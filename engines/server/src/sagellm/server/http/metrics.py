@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from sagellm.core import DEFAULT_TENANT, STEP_TOKEN_BOUNDS, EngineMetrics, get_logger
 from sagellm.core.logging import fields
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.outputs import RequestMetrics, RequestOutput
+from sagellm.engines.requests.outputs import RequestMetrics, RequestOutput
 from sagellm.server.http.admission import TenantUse
 from sagellm.server.http.engine_front import EngineFront
 

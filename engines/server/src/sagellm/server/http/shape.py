@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sagellm.core import EngineError
-from sagellm.engines.outputs import CompletionOutput, RequestOutput
+from sagellm.engines.requests.outputs import CompletionOutput, RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.server.http.errors import APIError, deadline_exceeded
 from sagellm.server.http.prompt_encoder import EncodedPrompt

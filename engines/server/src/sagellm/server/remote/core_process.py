@@ -112,7 +112,7 @@ def _load(config: EngineConfig, listener: socket.socket, heartbeat: Heartbeat) -
 def _warm_up(core: EngineProtocol) -> None:
     """Run a prefill and a decode step of our own engine, so the first request is not slower."""
     from sagellm.engines.engine_core.core import EngineCore
-    from sagellm.engines.input_processor import InputProcessor
+    from sagellm.engines.requests.input_processor import InputProcessor
     from sagellm.engines.sampling.params import SamplingParams
 
     if not isinstance(core, EngineCore):

@@ -22,8 +22,8 @@ from sagellm.core import (
     nearest,
 )
 from sagellm.core.chaos import flaky_selector
-from sagellm.engines.queued_request import QueuedRequest
-from sagellm.engines.request_checks import check_request, check_shared
+from sagellm.engines.requests.queued_request import QueuedRequest
+from sagellm.engines.requests.request_checks import check_request, check_shared
 from sagellm.server.remote.messages import (
     Abort,
     Add,

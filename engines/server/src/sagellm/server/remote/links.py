@@ -15,7 +15,7 @@ from zlib import crc32
 
 from sagellm.core import FinishReason, SequenceId, get_logger
 from sagellm.core.chaos import flaky, in_pieces
-from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.server.remote.messages import Abort, Add, FrameReader, FromCore, Step, ToCore, encode
 
 logger = get_logger(__name__)

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from sagellm.core import FinishReason, Request, RequestLimits, SequenceId, TokenOutput
-from sagellm.engines.queued_request import MAX_SEED, QueuedRequest
+from sagellm.engines.requests.queued_request import MAX_SEED, QueuedRequest
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.server.remote.frames import FrameReader as FrameReader, encode as encode
 

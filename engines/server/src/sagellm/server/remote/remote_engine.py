@@ -16,9 +16,9 @@ from sagellm.core import (
     Runtime,
 )
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.input_processor import Prompt, RequestOptions
-from sagellm.engines.output_stream import OutputStream, OutputStreams
-from sagellm.engines.request_driver import RequestDriver
+from sagellm.engines.requests.input_processor import Prompt, RequestOptions
+from sagellm.engines.requests.output_stream import OutputStream, OutputStreams
+from sagellm.engines.requests.request_driver import RequestDriver
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text.local import LONG_TEXT
 from sagellm.server.remote.core_handle import Spawn, start_process

@@ -8,7 +8,7 @@ from socket import socket
 
 from sagellm.core import FinishReason, SequenceId, TokenOutput
 from sagellm.engines.engine_client import BlockingClient
-from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.server.remote.admin_client import AdminClient
 from sagellm.server.remote.messages import Abort, Add, FromCore, Step
 

@@ -19,7 +19,7 @@ from sagellm.core import (
 )
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_client import RESPONSIVE_S, EngineClient
-from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.server.remote.core_handle import CoreHandle, Spawn, Stall, start_process
 from sagellm.server.remote.messages import Call, Failed, FromCore, Hello
 

@@ -10,8 +10,8 @@ from secrets import token_bytes
 
 from sagellm.core import DeadlyRequestError, RequestId, get_logger
 from sagellm.core.logging import fields
-from sagellm.engines.outputs import RequestOutput
-from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.requests.outputs import RequestOutput
+from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.server.remote.frames import packed
 
 logger = get_logger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from sagellm.core import InvalidRequestError
-from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.engines.text.chat_messages import ChatMessage
 from sagellm.engines.text.chat_template import ChatTemplate
 

@@ -10,7 +10,7 @@ from sagellm.engines.cli.chat.answer import ctrl_c_stops, stream_answer
 from sagellm.engines.cli.chat.commands import is_command, run_command
 from sagellm.engines.cli.chat.conversation import Conversation
 from sagellm.engines.cli.chat.terminal import Terminal
-from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:

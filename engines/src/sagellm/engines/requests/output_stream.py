@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 from sagellm.core import RequestId
 from sagellm.core.chaos import flaky
-from sagellm.engines.outputs import RequestOutput
+from sagellm.engines.requests.outputs import RequestOutput
 
 
 class OutputStream:

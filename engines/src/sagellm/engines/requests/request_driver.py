@@ -14,11 +14,11 @@ from sagellm.core import (
     UnknownRequestError,
 )
 from sagellm.engines.engine_client import EngineClient
-from sagellm.engines.input_processor import InputProcessor
-from sagellm.engines.output_processor import OutputProcessor
-from sagellm.engines.outputs import RequestOutput
-from sagellm.engines.prompts import Prompt, text_of
-from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.requests.input_processor import InputProcessor
+from sagellm.engines.requests.output_processor import OutputProcessor
+from sagellm.engines.requests.outputs import RequestOutput
+from sagellm.engines.requests.prompts import Prompt, text_of
+from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:

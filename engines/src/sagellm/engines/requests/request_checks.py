@@ -9,7 +9,7 @@ import numpy as np
 
 from sagellm.core import InvalidRequestError, Namespace, RequestLimits, Tenant, TokenIds, nearest
 from sagellm.engines.config.shown import shown
-from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.engines.sampling.params import SamplingParams
 
 MAX_NAME_CHARACTERS = 1024

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from sagellm.core import FinishReason, RequestId, Runtime, SequenceId, TokenOutput, get_logger
 from sagellm.core.logging import fields
 from sagellm.engines.logprobs import Logprobs, PendingScores, PromptLogprobs
-from sagellm.engines.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from sagellm.engines.queued_request import QueuedRequest
+from sagellm.engines.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.engines.sampling.rows import SampledToken
 from sagellm.engines.sampling.stop import StopStringMatcher
 from sagellm.engines.text.detokenizer import Decoders, IncrementalDetokenizer, TokenwiseDetokenizer

@@ -22,9 +22,9 @@ from sagellm.core import (
     TokenIds,
     pack,
 )
-from sagellm.engines.prompts import Prompt as Prompt, content_of
-from sagellm.engines.queued_request import MAX_SEED, QueuedRequest
-from sagellm.engines.request_checks import (
+from sagellm.engines.requests.prompts import Prompt as Prompt, content_of
+from sagellm.engines.requests.queued_request import MAX_SEED, QueuedRequest
+from sagellm.engines.requests.request_checks import (
     check_deadline_ms,
     check_names,
     check_params,

@@ -1,0 +1,1 @@
+"""A request on its way: checked and tokenized, queued, driven, and turned into outputs."""
