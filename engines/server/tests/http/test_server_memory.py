@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 import os
@@ -22,7 +21,6 @@ import httpx
 import pytest
 from msgspec import Struct
 
-import sagellm.server.serve as serve
 from sagellm.core import EngineDeadError, EngineError
 from sagellm.server.http.body import HeldBody, nesting_fault
 from sagellm.server.http.body_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -229,25 +227,21 @@ def test_what_was_generated_is_freed_without_a_garbage_collection(
         gc.enable()
 
 
-def test_freed_memory_is_given_back_beside_the_event_loop(monkeypatch):
+def test_freed_memory_is_given_back_on_a_thread_of_its_own(monkeypatch, until):
     threads: list[int] = []
-
-    async def use():
-        returning = asyncio.create_task(serve._return_memory())
-        while len(threads) < 3:
-            await asyncio.sleep(0)
-        returning.cancel()
-        await asyncio.gather(returning, return_exceptions=True)
-        monkeypatch.setattr(serve.ctypes, "CDLL", lambda _: SimpleNamespace())
-        await serve._return_memory()  # without glibc
 
     def trim(_):
         threads.append(threading.get_ident())
+        if len(threads) > 2:
+            raise SystemExit  # of the thread
 
-    monkeypatch.setattr(serve, "_RETURN_S", 0.0)
-    monkeypatch.setattr(serve.ctypes, "CDLL", lambda _: SimpleNamespace(malloc_trim=trim))
-    asyncio.run(asyncio.wait_for(use(), 30))
+    monkeypatch.setattr(memory, "_RETURN_S", 0.0)
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: SimpleNamespace(malloc_trim=trim))
+    memory.keep_returning_memory()
+    until(lambda: len(threads) == 3)
     assert threading.get_ident() not in threads
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: SimpleNamespace())
+    memory.keep_returning_memory()  # without glibc
 
 
 def test_a_body_counts_until_it_is_parsed(scripted):

@@ -6,7 +6,6 @@ Slow imports come after the entry is written, so that `engine status` and `engin
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import os
 import resource
@@ -23,6 +22,7 @@ from sagellm.core import ConfigError, get_logger
 from sagellm.core.runtime_folder import VARIABLE
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.sections import ServerConfig
+from sagellm.server.memory import keep_returning_memory
 from sagellm.server.remote.running_engine import EngineLock, EngineState, RunningEngine, check_name
 
 if TYPE_CHECKING:
@@ -35,9 +35,6 @@ logger = get_logger(__name__)
 _BACKLOG = 2048
 _MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
 _ENDING = (signal.SIGINT, signal.SIGTERM)
-_M_MMAP_THRESHOLD = -3
-_LARGE_BYTES = 1 << 20
-_RETURN_S = 20.0
 
 
 def serve(
@@ -203,7 +200,6 @@ async def _serve(
         )
         trying = asyncio.create_task(app.state.service.encoder.try_template())
         server = make_server(app, config.server, on_drain=lambda: enter("draining"))
-        returning = asyncio.create_task(_return_memory())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
@@ -212,9 +208,9 @@ async def _serve(
             gc.freeze()  # a full collection would visit all that was loaded, and all streams would wait
             _log_start(front)
             enter("ready")
+            keep_returning_memory()
         await serving
         trying.cancel()
-        returning.cancel()
         is_forced = server.force_exit
     finally:
         with _cancelled_by_signals():
@@ -286,25 +282,3 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     import uvloop
 
     return uvloop.new_event_loop
-
-
-async def _return_memory() -> None:
-    """Give freed memory back to the system now and then; glibc keeps what lies between live blocks.
-
-    On a thread, because it takes milliseconds. Does nothing without glibc.
-    """
-    with suppress(OSError, AttributeError):
-        trim = ctypes.CDLL(None).malloc_trim
-        while True:
-            await asyncio.sleep(_RETURN_S)
-            await asyncio.to_thread(trim, 0)
-
-
-def return_large_blocks() -> None:
-    """Have malloc map blocks of 1 MiB and more, so that they return to the system when freed.
-
-    By default glibc keeps up to 64 MiB of them per arena. Not for a process that computes, where each large
-    temporary would cost system calls. Does nothing without glibc.
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)

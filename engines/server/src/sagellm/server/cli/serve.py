@@ -89,7 +89,8 @@ def run_service(
 ) -> None:
     """Serve in this process."""
     from sagellm.server.http.access_log import logger as access_logger
-    from sagellm.server.serve import return_large_blocks, serve as run
+    from sagellm.server.memory import return_large_blocks
+    from sagellm.server.serve import serve as run
 
     configure_log(config, log_level)
     if config.server.access_log:  # a line per request is logged at any level

@@ -23,6 +23,7 @@ from sagellm.core.chaos import flaky_socket
 from sagellm.core.logging import configure
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.usage_errors import USAGE_ERRORS
+from sagellm.server.memory import keep_returning_memory
 from sagellm.server.remote.heartbeat import Heartbeat
 from sagellm.server.remote.messages import Failed, Hello, encode
 
@@ -58,6 +59,7 @@ def main() -> None:
         _tell(listener, encode(Failed(message, isinstance(error, USAGE_ERRORS))))
         sys.exit(1)
     settle_collector()
+    keep_returning_memory()
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     try:
         server.serve()
