@@ -12,7 +12,7 @@ MARK = re.compile(r"\b(flaky\w*|in_pieces)\(\s*\"([^\"]+)\"(?:, (listener))?")
 def test_every_marked_place_is_documented():
     marks = {
         found
-        for path in ROOT.glob("*/src/**/*.py")
+        for path in (*ROOT.glob("*/src/**/*.py"), *ROOT.glob("*/*/src/**/*.py"))
         if path.parent.name != "core" or not path.name.startswith("chaos")
         for found in MARK.findall(path.read_text())
     }

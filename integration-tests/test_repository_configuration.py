@@ -41,7 +41,7 @@ def test_no_setting_is_documented_that_does_not_exist():
 
 
 def test_every_variable_that_is_read_is_listed():
-    sources = [path.read_text() for path in ROOT.glob("*/src/**/*.py")]
+    sources = [path.read_text() for path in (*ROOT.glob("*/src/**/*.py"), *ROOT.glob("*/*/src/**/*.py"))]
     named = {name for text in sources for name in re.findall(r'"(SAGELLM_[A-Z_]*[A-Z])"', text)}
     settings = {name for name in named if "__" in name}
     assert len(named) > 6

@@ -274,7 +274,7 @@ def test_nothing_is_left_to_be_done():
 
 
 def test_test_modules_have_names_of_their_own():
-    names = [path.name for path in ROOT.glob("*/tests/**/test_*.py")]
+    names = [path.name for path in (*ROOT.glob("*/tests/**/test_*.py"), *ROOT.glob("*/*/tests/**/test_*.py"))]
     names += [path.name for path in (ROOT / "integration-tests").glob("test_*.py")]
     assert sorted(names) == sorted(set(names))
 

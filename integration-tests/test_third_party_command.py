@@ -29,7 +29,7 @@ def sagellm_commands():
     return [
         Command("moon", "acme_moon:app", "Not there."),
         Command("chat", "acme_moon:app", "Ours."),
-        Command("chat moon", "acme_moon:app", "Within what is no group."),
+        Command("stars moon", "acme_moon:app", "Within a group that is not there."),
     ]
 """
 
@@ -75,3 +75,5 @@ def test_a_command_that_does_not_import_fails_alone_and_ours_stay_ours(scratch, 
     assert "Talk" in (shown := scratch.run("-c", SAGE, "llm", "chat", "--help").stdout) or "Chat" in shown
     listed = scratch.run("-c", SAGE, "plugins", "list").stdout
     assert "acme-broken provides the command 'chat', which sagellm-engines provides" in listed
+    assert "and the command 'stars moon' in a group that no plugin provides" in listed
+    assert "command" in {line.split()[0] for line in listed.splitlines() if "moon" in line.split()}

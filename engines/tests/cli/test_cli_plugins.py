@@ -309,7 +309,7 @@ def test_check_says_which_options_are_needed_and_takes_them(sage, install):
     assert "options go to one provider" in refused.err
 
 
-@pytest.mark.parametrize("text", ["full", "[1]", "{1: 2}", "{a: .nan}", "{a: 2020-01-01}", "{"])
+@pytest.mark.parametrize("text", ["full", "[1]", "{a}", "{a: [}", "{"])
 def test_options_to_check_with_are_a_mapping_of_plain_values(sage, text):
     result = sage("plugins", "check", "sagellm-core-protocols", "--options", text)
     assert (result.code, "it must be a mapping of plain values" in result.err) == (2, True)

@@ -150,7 +150,7 @@ def test_a_wrong_model_is_told(sage, server):
 
 
 def test_a_plot_needs_matplotlib_and_says_so(sage, server, tmp_path, monkeypatch):
-    monkeypatch.setattr("sagellm.engines.cli.targets.find_spec", lambda name: None)
+    monkeypatch.setattr("sagellm.lab.plots.find_spec", lambda name: None)
     result = sage("llm", "bench", "serve", "--base-url", server, "--plot", "p.png")
     assert (result.code, "sagellm-lab[plot]" in result.err) == (2, True)
 

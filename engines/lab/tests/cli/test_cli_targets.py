@@ -50,7 +50,7 @@ def test_a_plot_that_cannot_be_written_is_told_before_the_run(sage, trace, tmp_p
 
 
 def test_a_plot_without_matplotlib_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr("sagellm.engines.cli.targets.find_spec", lambda name: None)
+    monkeypatch.setattr("sagellm.lab.plots.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs matplotlib"):
         check_plot(tmp_path / "x.png")
 

@@ -107,11 +107,12 @@ def test_a_quota_counts_tokens(held):
     ("asked", "told"),
     [
         ((2, 0), "more than its 4; try again later"),
-        ((5, 0), "more than its 4; it never fits: lower n, best_of or the number of prompts"),
+        ((5, 0), "more than its 4; it never fits: give a lower n, best_of or the number of prompts"),
         ((1, 90), "more than its 100; try again later"),
         (
             (1, 101),
-            "more than its 100; it never fits: lower max_tokens, n, best_of or the length of the prompt",
+            "more than its 100; it never fits: give a lower max_tokens, n, best_of or "
+            "the length of the prompt",
         ),
     ],
 )

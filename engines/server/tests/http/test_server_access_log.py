@@ -102,7 +102,7 @@ def test_neither_prompts_nor_keys_nor_queries_are_logged(serve, lines, until):
     text = "\n".join(line for _, line in lines)
     assert [word for word in ("secret", "sesame", "wrong", "hidden", "Bearer") if word in text] == []
     assert text.startswith("POST /v1/chat/completions 200, ")
-    assert lines[1][1].startswith("POST /v1/chat/completions 401, 0.0")
+    assert lines[1][1].startswith("POST /v1/chat/completions 401, invalid_api_key, 0.0")
 
 
 @pytest.mark.parametrize(

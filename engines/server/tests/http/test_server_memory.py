@@ -22,6 +22,7 @@ import pytest
 from msgspec import Struct
 
 from sagellm.core import EngineDeadError, EngineError
+from sagellm.server import memory
 from sagellm.server.http.body import HeldBody, nesting_fault
 from sagellm.server.http.body_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from sagellm.server.http.errors import APIError
@@ -233,7 +234,7 @@ def test_freed_memory_is_given_back_on_a_thread_of_its_own(monkeypatch, until):
     def trim(_):
         threads.append(threading.get_ident())
         if len(threads) > 2:
-            raise SystemExit  # of the thread
+            threading.Event().wait()
 
     monkeypatch.setattr(memory, "_RETURN_S", 0.0)
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: SimpleNamespace(malloc_trim=trim))

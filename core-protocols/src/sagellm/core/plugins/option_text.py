@@ -161,7 +161,7 @@ class _Reader:
         self._at = match.end() if match else self._at
 
     def _fault(self, what: str) -> ConfigError:
-        return ConfigError(f"it cannot be read, at character {self._at + 1}: {what}")
+        return ConfigError(f"it is wrong at character {self._at + 1}: {what}")
 
 
 def _plain(word: str) -> Any:

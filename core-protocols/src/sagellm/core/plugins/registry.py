@@ -290,6 +290,14 @@ class PluginRegistry:
             for entry in self._commands
             if entry.distribution == plugin.distribution != owners[entry.command.name]
         ]
+        groups = {name for name in owners if " " not in name}
+        clashes += [
+            f"the command {entry.command.name!r} in a group that no plugin provides"
+            for entry in self._commands
+            if entry.distribution == plugin.distribution
+            and entry.command.name.partition(" ")[1]
+            and entry.command.name.partition(" ")[0] not in groups
+        ]
         if not clashes:
             return plugin
         problem = DuplicateProviderError(f"{plugin.distribution} provides {', and '.join(clashes)}")

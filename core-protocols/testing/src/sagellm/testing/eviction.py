@@ -259,7 +259,8 @@ class RankingEvictionPolicyContract(EvictionPolicyContract):
             policy.on_insert(node)
             policy.add_candidate(node)
         named = []
-        while victim := policy.victim():
+        while (victim := policy.victim()) and len(named) <= len(nodes):
+            assert victim.node_id not in named, f"node {victim.node_id} was named after it was removed"
             named.append(victim.node_id)
             policy.remove_candidate(victim)
             policy.on_remove(victim)

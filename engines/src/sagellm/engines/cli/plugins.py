@@ -76,6 +76,10 @@ def list_plugins(
             {
                 "plugins": [_plugin_entry(plugin) for plugin in registry.plugins],
                 "providers": [_provider_entry(entry) for entry in providers],
+                "commands": [
+                    {**each.command._asdict(), "distribution": each.distribution, "version": each.version}
+                    for each in registry.commands()
+                ],
             }
         )
         return
@@ -83,6 +87,11 @@ def list_plugins(
         (entry.provider.kind, entry.provider.name, entry.distribution, entry.version, entry.provider.summary)
         for entry in providers
     ]
+    if kind is None:
+        rows += [
+            ("command", each.command.name, each.distribution, each.version, each.command.summary)
+            for each in registry.commands()
+        ]
     typer.echo(columns(("KIND", "NAME", "DISTRIBUTION", "VERSION", "SUMMARY"), rows))
     broken = [plugin for plugin in registry.plugins if plugin.error is not None]
     if broken:

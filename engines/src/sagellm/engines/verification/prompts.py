@@ -43,7 +43,7 @@ def read_texts(path: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"the prompts in {path} cannot be read: {reason}") from error
+        raise ConfigError(f"the prompts in {path} cannot be read: {reason}") from None
     texts = [line for line in lines if line.strip()]
     if not texts:
         raise ConfigError(f"{path} holds no prompt; write one a line")

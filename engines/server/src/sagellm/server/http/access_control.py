@@ -145,6 +145,7 @@ class AccessControl:
             caller = self._identify(scope)
             scope["state"]["namespace"], scope["state"]["tenant"] = caller
         except APIError as error:
+            scope["state"].setdefault("failure", error.code)  # for the access log
             await send_error(send, error)
             return
         await self._app(scope, receive, send)

@@ -33,9 +33,9 @@ class TenantUse:
     num_refused: Counter[str] = field(default_factory=Counter)
 
     def refuse(self, code: str, reason: str, *, lower: str = "") -> APIError:
-        """Count a request and return its answer; `lower` says what to lower if it never fits."""
+        """Count a request and return its answer; `lower` says what to give a lower value if it never fits."""
         self.num_refused[code] += 1
-        advice = f"it never fits: lower {lower}" if lower else "try again later"
+        advice = f"it never fits: give a lower {lower}" if lower else "try again later"
         return APIError(429, f"{reason}; {advice}", code=code, is_final=bool(lower))
 
 

@@ -184,6 +184,7 @@ async def _answer(request: Request, error: Exception) -> Response:
         told = wrong_method(path, request.method, headers.get("Allow", "another method"))
     else:
         told = APIError(status, "the request is refused")
+    request.scope["state"].setdefault("failure", told.code)  # for the access log
     answer = _json(told.body, status)
     answer.headers.update(headers)
     return answer

@@ -108,6 +108,7 @@ class BodyGate:
             await body.check_nesting()
             await self._app(scope, receive, send)
         except APIError as error:
+            scope["state"].setdefault("failure", error.code)  # for the access log
             await send_error(send, error)
         finally:
             body.release()

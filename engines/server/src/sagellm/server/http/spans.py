@@ -136,6 +136,8 @@ class Spans:
                 span.set_attribute("http.response.status_code", status)
             if failure or status >= 500:
                 span.set_attribute("error.type", failure or str(status))
+            if (tenant := state.get("tenant")) is not None:
+                span.set_attribute("sagellm.tenant", tenant.name)
             if status >= 500 or (failure and 200 <= status < 300):  # amid a stream
                 span.set_status(self._failed)
             if (job := state.get("job")) is not None:

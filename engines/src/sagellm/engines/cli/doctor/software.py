@@ -1,4 +1,4 @@
-"""Python, the nine packages and their dependencies."""
+"""Python, our packages and their dependencies."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ NEEDED = (
     "pydantic",
 )
 OPTIONAL = {
-    "fastapi": "serving",
-    "uvicorn": "serving",
-    "uvloop": "serving",
-    "prometheus_client": "serving",
+    "sagellm-server": "serving",
+    "sagellm-lab": "measuring and simulating",
+    "sagellm-testing": "checking plugins",
     "matplotlib": "plots",
     "triton": "kernels on GPUs",
 }

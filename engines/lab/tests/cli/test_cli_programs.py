@@ -243,7 +243,7 @@ def test_another_error_of_a_file_is_not_one_of_standard_output(sage, monkeypatch
     [["--debug", "plugins", "list"], ["plugins", "--debug", "list"], ["plugins", "list", "--debug"]],
 )
 def test_debug_shows_the_traceback_wherever_it_is_written(sage, monkeypatch, arguments):
-    monkeypatch.setattr(plugins.PluginRegistry, "load", fail(CheckpointError("no")))
+    monkeypatch.setattr(plugins, "columns", fail(CheckpointError("no")))
     result = sage(*arguments)
     assert (result.code, "Traceback" in result.err) == (1, True)
 
