@@ -25,8 +25,8 @@ SUITE = "is the suite that this test belongs to"
 MINUTES = "measures for minutes"
 PEERS = "needs the environments of other engines, and measures for minutes"
 NOT_RUN = {
-    "pip install hatch": HATCH,
-    "pip install hatch && hatch run demo": HATCH,
+    "pip install -U hatch": HATCH,
+    "pip install -U hatch && hatch run demo": HATCH,
     "hatch run demo": HATCH,
     "hatch run sagellm chat": HATCH,
     "hatch run test": SUITE,

@@ -241,8 +241,14 @@ def test_more_than_the_memory_for_kv_takes(post):
 
 
 def test_a_limit_that_has_no_effect_must_be_valid(post):
-    body = '{"messages": [{"role": "user"}], "max_tokens": 0, "max_completion_tokens": 1}'
+    body = '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 0, "max_completion_tokens": 1}'
     assert post(CHATS, body)["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("message", ['{"role": "user"}', '{"role": "system", "content": null}'])
+def test_a_message_of_a_caller_has_content(post, message):
+    error = post(CHATS, f'{{"messages": [{{"role": "user", "content": "a"}}, {message}]}}')
+    assert error["param"] == "messages[1].content"
 
 
 def test_options_of_a_stream_need_one(post):

@@ -103,6 +103,8 @@ def read_messages(
         if index == MAX_MESSAGES:
             raise invalid("messages", f"messages: there may be at most {MAX_MESSAGES}; send fewer")
         message = _read_plain(item) or _read_message(f"messages[{index}]", item, limits, ignored)
+        if message.content is None and message.role != "assistant":
+            raise missing(f"messages[{index}].content")
         if isinstance(message.content, list):  # thousands of parts are joined only once
             message = msgspec.structs.replace(message, content=message.text)
         messages.append(message)
