@@ -11,7 +11,7 @@ from dataclasses import asdict
 from random import Random
 from typing import Any
 
-from sagellm.core.ids import BlockId, SequenceId
+from sagellm.core.ids import BlockId, NodeId, SequenceId
 from sagellm.core.protocols.eviction import CachedNode, EvictionCandidate, EvictionPolicyProtocol
 from sagellm.core.runtime import Randomness
 from sagellm.testing.cost import cpu_ns, least_cpu_ns, slowness
@@ -258,7 +258,7 @@ class RankingEvictionPolicyContract(EvictionPolicyContract):
         for node in nodes:
             policy.on_insert(node)
             policy.add_candidate(node)
-        named = []
+        named: list[NodeId] = []
         while (victim := policy.victim()) and len(named) <= len(nodes):
             assert victim.node_id not in named, f"node {victim.node_id} was named after it was removed"
             named.append(victim.node_id)
