@@ -125,7 +125,7 @@ def num_calls(function, *arguments):
         ({"content": [{"type": "text", "text": "a"}] * 250}, 96),
         ({"content": [{"type": "text", "text": "a"}] * 250, "reasoning": "ignored"}, 96),
         ({"content": "a"}, 4000),
-        ({}, 4000),
+        ({"role": "assistant"}, 4000),
     ],
 )
 def test_messages_are_read_in_a_few_calls_each_however_many_parts_they_have(message, number):
