@@ -363,6 +363,24 @@ def test_waits_that_are_forgotten_say_so(make, monkeypatch):
     assert any("forgotten" in told(engine, each)[0].waited_ns for each in ids)
 
 
+def test_waits_that_explain_nobody_who_is_remembered_are_dropped_and_those_that_do_are_kept(make, monkeypatch):
+    monkeypatch.setattr(decision_log, "MAX_FINISHED", 12)
+    engine = make(num_blocks=24, max_num_batched_tokens=32, max_num_seqs=3, enable_prefix_caching=False)
+    log = engine.client.core.scheduler.log
+    found = []
+    for many in (10**6, 4):
+        monkeypatch.setattr(decision_log, "_MANY_RANGES", many)
+        log._many_ranges = many
+        for _ in range(8):
+            ids = [engine.add_request(PROMPT, LONG) for _ in range(6)]
+            run(engine)
+        found.append(([told(engine, each)[0].waited_ns for each in ids], len(log._ranges)))
+    (kept, many_ranges), (dropped, few_ranges) = found
+    assert kept == dropped
+    assert not any("forgotten" in each for each in dropped)
+    assert few_ranges <= many_ranges / 2
+
+
 def test_the_rows_that_passes_defer_count_against_the_bytes(make, monkeypatch):
     monkeypatch.setattr(decision_log, "MAX_RANGE_BYTES", 20_000)
     engine = make()

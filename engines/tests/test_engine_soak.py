@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ def resident_mib() -> float:
     raise OSError("no VmRSS")
 
 
-def churn(engine, num_requests: int, rng: random.Random) -> None:
+def churn(engine, num_requests: int, rng: random.Random, heads: Sequence[list[int]] = ([],)) -> None:
     live: list[str] = []
     started = 0
     while started < num_requests or live:
@@ -29,7 +31,8 @@ def churn(engine, num_requests: int, rng: random.Random) -> None:
                 ignore_eos=True,
                 n=rng.choice([1, 1, 2]),
             )
-            prompt = [rng.randrange(3, 300) for _ in range(rng.randint(1, 60))]
+            head = rng.choice(heads)
+            prompt = head[: rng.randint(0, len(head))] + [rng.randrange(3, 300) for _ in range(rng.randint(1, 60))]
             live.append(engine.add_request(prompt, params))
             started += 1
         for output in engine.step():
@@ -59,3 +62,23 @@ def test_a_few_random_aborts_lose_no_block(make_engine, all_blocks_are_back):
     engine = make_engine(num_blocks=48, max_num_batched_tokens=64)
     churn(engine, 60, random.Random(6))
     assert all_blocks_are_back(engine)
+
+
+def test_what_has_ended_is_freed_without_the_collector(make_engine):
+    # a core in a process of its own makes full collections rare: a circle of references would last for hours
+    rng = random.Random(7)
+    heads = [[rng.randrange(3, 300) for _ in range(200)] for _ in range(6)]
+    engine = make_engine(num_blocks=64, block_size=8, max_num_batched_tokens=64)
+    churn(engine, 60, rng, heads)
+    gc.collect()
+    gc.disable()
+    try:
+        churn(engine, 240, rng, heads)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found = Counter(type(each).__qualname__ for each in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert found == {}

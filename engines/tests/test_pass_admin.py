@@ -6,6 +6,7 @@ import pytest
 
 from sagellm.core import ConfigError, InvalidInputError, NullSchedulerIR, SageLLMError, Tenant
 from sagellm.engines import SamplingParams
+from sagellm.kvmgr.scheduler_ir.passes import MLFQPass, PriorityBasedPass
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -46,6 +47,36 @@ def test_a_text_that_names_no_pass_changes_nothing(make_engine, text):
     with pytest.raises(SageLLMError):
         engine.client.core.parts.passes.set_passes(text)
     assert names(engine) == ["fair-share", "chunked-prefill"]
+
+
+@pytest.mark.parametrize("method", ["run", "observe"])
+def test_a_pass_that_fails_is_removed_until_it_is_set_again(make_engine, monkeypatch, caplog, method):
+    expected = make_engine().generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids
+    with monkeypatch.context() as broken:
+        broken.setattr(MLFQPass, method, lambda *_: {}["gone"])
+        engine = make_engine(scheduler_passes="order=priority,mlfq")
+        admin = engine.client.core.parts.passes
+        assert engine.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids == expected
+    assert names(engine) == ["priority", "fair-share", "chunked-prefill"]
+    shown = admin.passes()
+    assert (shown["stages"]["order"], shown["passes"]) == ("priority", [])
+    assert list(shown["failures"]) == ["mlfq"]
+    assert "KeyError: 'gone'" in shown["failures"]["mlfq"]
+    assert [each.levelname for each in caplog.records if each.name.endswith("pass_admin")] == ["ERROR"]
+    assert admin.set_passes("mlfq")["failures"] == {}
+    assert engine.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids == expected
+    assert names(engine) == ["priority", "mlfq", "fair-share", "chunked-prefill"]
+
+
+def test_a_pass_that_breaks_a_rule_is_removed_also_after_it_was_set_again(make_engine, monkeypatch):
+    engine = make_engine(scheduler_passes="order=priority")
+    admin = engine.client.core.parts.passes
+    engine.generate([5, 6, 7], GREEDY)
+    admin.set_passes("order=priority")
+    monkeypatch.setattr(PriorityBasedPass, "run", lambda self, ir: ir.lower(max_num_seqs=10**6))
+    assert engine.generate([5, 6, 7], GREEDY)[0].outputs[0].finish_reason == "length"
+    assert admin.passes()["stages"]["order"] is None
+    assert "it set lower max_num_seqs to 1000000" in admin.passes()["failures"]["priority"]
 
 
 @pytest.mark.parametrize("text", [None, ["null"], 5])

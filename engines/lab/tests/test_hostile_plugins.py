@@ -179,7 +179,6 @@ CALLS_IN_STEPS = {
     ("prefix_cache", "match_prefix"): rf"{WHERE}Quits: gone",
     ("prefix_cache", "insert_prefix"): rf"{WHERE}Quits: gone",
     ("scheduler", "schedule"): rf"{WHERE}Quits: gone",
-    ("scheduler_pass", "run"): r"EngineError: scheduler pass 'null' failed: Quits: gone",
     ("executor", "submit"): rf"{WHERE}Quits: gone",
     ("executor", "collect"): rf"{WHERE}Quits: gone",
     ("forward_backend", "forward"): rf"{WHERE}Quits: gone",
@@ -189,6 +188,8 @@ CALLS_IN_STEPS = {
 """How requests end whose step a module ends, by kind and method."""
 
 LOGGED = {
+    ("scheduler_pass", "run"): rf"scheduler_pass 'null' of acme 3 failed and is removed .*: {WHERE}Quits: gone",
+    ("scheduler_pass", "observe"): rf"scheduler_pass 'null' of acme 3 .* removed .*: {WHERE}Quits: gone",
     ("eviction_policy", "on_insert"): "eviction policy .*Acme failed",
     ("lifetime_predictor", "predict"): rf"the lifetime predictor failed, 1 times so far: {WHERE}Quits: gone",
     ("lifetime_predictor", "update"): rf"the lifetime predictor failed, 1 times so far: {WHERE}Quits: gone",

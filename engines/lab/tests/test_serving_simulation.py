@@ -7,8 +7,18 @@ from random import Random
 
 import pytest
 
-from sagellm.core import ConfigError, PredictionRequest, SequenceId, StepCost, StepWork, TraceRequest, pack
+from sagellm.core import (
+    ConfigError,
+    PluginError,
+    PredictionRequest,
+    SequenceId,
+    StepCost,
+    StepWork,
+    TraceRequest,
+    pack,
+)
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.kvmgr.scheduler_ir.passes import FairSharePass
 from sagellm.lab.simulation.oracle import OraclePredictor
 from sagellm.lab.simulation.served_load import LoadSettings, ServedRequest, output_lens
 from sagellm.lab.simulation.serving import simulate_serving, with_passes
@@ -151,6 +161,12 @@ def test_tenants_share_while_both_wait():
     assert weighted.jains_index is not None and weighted.jains_index > 0.95  # noqa: PT018
     first, second = (weighted.by_tenant[name].ttft_s for name in ("a", "b"))
     assert first is not None and second is not None and first.mean < second.mean  # noqa: PT018
+
+
+def test_a_pass_that_fails_is_not_judged(monkeypatch):
+    monkeypatch.setattr(FairSharePass, "run", lambda *_: {}["gone"])
+    with pytest.raises(PluginError, match=r"pass fair-share cannot be judged: .*KeyError: 'gone'"):
+        simulate_serving(load(1, 8), config(), COSTS)
 
 
 def test_urgent_requests_go_first():

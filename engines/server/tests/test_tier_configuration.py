@@ -27,7 +27,7 @@ NO_MODEL = "/there/is/no/such/model"
         ({"host": None}, "host.max_bytes is None; give bytes"),
         ({"host": "-4GiB"}, "host.max_bytes is '-4GiB'; give bytes"),
         ({"host": True}, "host.max_bytes is True; give bytes"),
-        ({"host": {}}, "kv.tiers (kv_tiers) cannot be read: host.max_bytes is missing; give bytes"),
+        ({"host": {}}, "kv.tiers (kv_tiers) cannot be read: the tier 'host' has no size; give its bytes"),
         ({"file": {"max_bytes": "x"}}, "file.max_bytes is 'x'; give bytes"),
         (
             {"host": {"max_bytes": "1MiB", "folder": "x"}},

@@ -108,13 +108,37 @@ def test_commands_change_the_conversation(engine, tmp_path):
     assert told[6] == told[5], "a conversation may be saved again"
     assert told[7:9] == ["name a file: /save FILE", "a new conversation begins"]
     assert "Did you mean '/save'?" in told[9]
-    names = ("/reset", "/system", "/undo", "/regen", "/save", "/load", "/exit", '"""')
+    names = ("/reset", "/system", "/set", "/undo", "/regen", "/save", "/load", "/exit", '"""')
     assert [name in told[10] for name in names] == [True] * len(names)
     saved = json.loads(path.read_text())
     assert [each["role"] for each in saved] == ["system", "user", "assistant"]
     assert engine.chat(saved[:2], PARAMS)[0].outputs[0].text == saved[2]["content"]
     assert session.conversation.turns == []
     assert session.terminal.lines == ["Three"]
+
+
+def test_sampling_parameters_are_shown_and_set(engine):
+    lines = ["/set", "/set temperature", "/set temperature=0.7", "/set --top-k 40", "/set stop ###", "/set tmp 1"]
+    lines += ["/set top_p 3", "/set stop [a, 7]", "/set max_tokens null", "/set temperature {", "/set seed 5"]
+    session = converse(engine, *lines)
+    every, *told = session.terminal.texts("told")
+    assert "\ntemperature                 0.0\n" in every
+    assert "logprobs" not in every
+    assert told[:4] == ["temperature is 0.0", "temperature is 0.7", "top_k is 40", "stop is '###'"]
+    assert "there is no parameter tmp; /set lists them." in told[4]
+    assert "top_p stays 1.0: top_p is 3; it must be" in told[5]
+    assert told[6:8] == ["stop is 'a', '7'", "max_tokens is not set"]
+    assert "temperature stays 0.7: " in told[8]
+    changed = SamplingParams(temperature=0.7, top_k=40, stop=("a", "7"), max_tokens=None, seed=5)
+    assert session.params == changed
+
+
+@pytest.mark.parametrize("word", ["exit", "quit ", "/quit"])
+def test_a_word_leaves_on_a_terminal_and_is_a_question_in_a_pipe(engine, word):
+    assert converse(engine, word, "One").terminal.lines == ["One"]
+    if not word.startswith("/"):
+        piped = converse(engine, word, is_interactive=False)
+        assert len(piped.conversation.turns) == 1
 
 
 def test_times_are_whispered(engine):

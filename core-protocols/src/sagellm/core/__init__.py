@@ -72,7 +72,7 @@ _NAMES = {
     "errors": """
         AuditError BlockError CheckpointError ConfigError DeadlyRequestError DuplicateProviderError
         DuplicateRequestError EngineDeadError EngineError InvalidInputError InvalidRequestError
-        OutOfBlocksError OutOfMemoryError PluginError PluginHookError PluginImportError PluginMethodError
+        OutOfBlocksError OutOfMemoryError PassError PluginError PluginHookError PluginImportError PluginMethodError
         PluginVersionError SageLLMError StaleMatchError UnknownKindError UnknownNameError UnknownProviderError
         UnknownRequestError UnsupportedModelError nearest
     """,

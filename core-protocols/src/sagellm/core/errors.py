@@ -22,6 +22,7 @@ SageLLMError
 │   ├── PluginHookError                   a misspelt hook, or a hook that returns something else
 │   └── DuplicateProviderError            two providers of one kind and name
 └── EngineError (RuntimeError)            the engine itself failed; the cause is chained
+    ├── PassError                         a scheduler pass failed, or broke a rule
     ├── EngineDeadError                   its process is gone; the request may be sent again
     └── DeadlyRequestError                its process ended twice with this request; it is not tried again
 AuditError (BaseException)                a prefix cache broke the order in which it calls its eviction policy
@@ -124,6 +125,17 @@ class DuplicateProviderError(PluginError):
 
 class EngineError(SageLLMError, RuntimeError):
     """The engine itself failed. The cause is chained."""
+
+
+class PassError(EngineError):
+    """A scheduler pass failed, or decided what it may not. An engine goes on without it.
+
+    `optimization_pass` is the pass; what it raised is the cause.
+    """
+
+    def __init__(self, message: str, optimization_pass: object = None) -> None:
+        super().__init__(message)
+        self.optimization_pass = optimization_pass
 
 
 class EngineDeadError(EngineError):

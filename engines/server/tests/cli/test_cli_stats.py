@@ -14,6 +14,7 @@ import pytest
 from sagellm.core import EngineDeadError, Namespace
 from sagellm.engines import SamplingParams
 from sagellm.engines.cli.figures import figures_table, label, tenants_table, write, write_duration
+from sagellm.kvmgr.scheduler_ir.passes import FairSharePass
 from sagellm.server.remote import AdminClient
 from sagellm.testing.patience import PATIENCE_S
 
@@ -150,6 +151,24 @@ def test_the_failure_of_an_eviction_policy_is_shown(make_engine, run_engine, sag
     )
     (status,) = sage("llm", "engine", "status", "--json").json["engines"]
     assert status["eviction_failure"] == failure
+
+
+def test_the_failure_of_a_scheduler_pass_is_shown(make_engine, run_engine, sage, monkeypatch):
+    engine = make_engine(num_blocks=64, block_size=8)
+    run_engine(engine, steps=False)
+    assert sage("llm", "scheduler", "passes").err == ""
+    monkeypatch.setattr(FairSharePass, "run", lambda *_: {}["gone"])
+    engine.generate(PROMPTS, GREEDY)
+    shown = sage("llm", "scheduler", "passes")
+    assert "fair-share failed and was removed; set it again once it is fixed: " in shown.err
+    assert "KeyError: 'gone'" in shown.err
+    assert shown.out.splitlines()[2].split() == ["share", "none"]
+    assert "KeyError: 'gone'" in sage("llm", "scheduler", "stats", "--json").json["failed_fair-share"]
+    assert "one: the scheduler pass fair-share failed and was removed: " in sage("llm", "engine", "status").err
+    (status,) = sage("llm", "engine", "status", "--json").json["engines"]
+    assert list(status["pass_failures"]) == ["fair-share"]
+    sage("llm", "scheduler", "passes", "share=none")
+    assert sage("llm", "scheduler", "passes").err == ""
 
 
 def test_without_a_quantizer_that_is_said(engine, sage):

@@ -62,6 +62,7 @@ def test_a_log_of_json_has_what_the_line_says_under_names(serve, lines, until):
         "path": "/v1/completions",
         "status": 200,
         "tenant": "red",
+        "client": "127.0.0.1",
         "prompt_tokens": 6,
         "output_tokens": 4,
     }

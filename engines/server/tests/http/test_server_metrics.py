@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sagellm.core import EngineMetrics, PassMetrics, Runtime, SchedulerMetrics, StepCost, VirtualClock
+from sagellm.core import (
+    EngineMetrics,
+    PassMetrics,
+    Runtime,
+    SchedulerMetrics,
+    StepCost,
+    VirtualClock,
+)
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.engine_core.pass_admin import PassFailures
 from sagellm.engines.testing.steps import let_steps_take
 from sagellm.server.http.metrics import Histogram, ServerMetrics
 
@@ -302,6 +311,21 @@ def test_passes_of_the_scheduler_are_counted_by_name_and_added_up():
         for what in ("runs", "decisions", "seconds")
     }
     assert list(counts.values()) == [6, 5, 1.0, 3, 2, 0.5]
+
+
+def test_modules_that_failed_are_counted_by_kind():
+    modules = {
+        "prefix_cache": SimpleNamespace(policy_failure="Moon: RuntimeError"),
+        "scheduler_pass": PassFailures(failures={"one": "KeyError", "two": "KeyError"}),
+    }
+    counts = []
+    for engine in (EngineMetrics(), EngineMetrics(modules=modules)):
+        page = ServerMetrics("small").render(engine, EngineConfig()).decode()
+        families = {family.name: family for family in text_string_to_metric_families(page)}
+        counts.append(
+            [value(families, *["failed_modules"] * 2, kind=kind) for kind in ("eviction_policy", "scheduler_pass")]
+        )
+    assert counts == [[0, 0], [1, 2]]
 
 
 def test_a_model_name_is_escaped(scripted):

@@ -427,7 +427,7 @@ class SchedulerIRProtocol(ABC):
     def apply_pass(self, optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> ScheduleIR:
         """Run one pass and verify what it decided, with a new state if `ir.state` is None.
 
-        Raises EngineError, naming the pass, if it fails or breaks its contract.
+        Raises PassError if it fails or breaks its contract.
         """
 
     @abstractmethod
@@ -441,7 +441,8 @@ class SchedulerIRProtocol(ABC):
         """Plan one step. `available_memory` counts blocks that are free or evictable.
 
         RequestRows are used directly, other sequences through `RequestRows.of`. Raises InvalidInputError
-        for negative memory, EngineError when a pass breaks its contract.
+        for negative memory, PassError when a pass fails or breaks its contract: the engine then takes the
+        pass out with `set_passes` and asks again.
         """
 
     @abstractmethod

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from sagellm.core import (
     SAGELLM_API,
+    InstalledCommand,
     InstalledPlugin,
     InstalledProvider,
     PluginError,
@@ -76,10 +77,7 @@ def list_plugins(
             {
                 "plugins": [_plugin_entry(plugin) for plugin in registry.plugins],
                 "providers": [_provider_entry(entry) for entry in providers],
-                "commands": [
-                    {**each.command._asdict(), "distribution": each.distribution, "version": each.version}
-                    for each in registry.commands()
-                ],
+                "commands": [_command_entry(each) for each in registry.commands()],
             }
         )
         return
@@ -106,7 +104,7 @@ def info(
         str,
         typer.Argument(
             metavar="NAME",
-            help="Provider (lru, DISTRIBUTION:lru) or distribution.",
+            help="Provider (lru, DISTRIBUTION:lru), command or distribution.",
             autocompletion=complete_plugin,
         ),
     ],
@@ -117,7 +115,7 @@ def info(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell about one provider or distribution."""
+    """Tell about one provider, command or distribution."""
     registry = PluginRegistry.load()
     broken = [plugin for plugin in registry.plugins if plugin.error and plugin.distribution == name]
     entries = [
@@ -125,19 +123,32 @@ def info(
         for entry in registry.providers(kind)
         if name in (entry.provider.name, entry.qualified_name, entry.distribution)
     ]
-    if not entries and not broken:
+    commands = [
+        each
+        for each in registry.commands()
+        if kind is None and name in (each.command.name, each.distribution)
+    ]
+    if not entries and not broken and not commands:
         raise _unknown(registry, name, kind)
     infos = [_info(registry, entry) for entry in entries]
     if as_json:
-        print_json({"plugins": [_plugin_entry(plugin) for plugin in broken], "providers": infos})
+        print_json(
+            {
+                "plugins": [_plugin_entry(plugin) for plugin in broken],
+                "providers": infos,
+                "commands": [_command_entry(each) for each in commands],
+            }
+        )
         return
     blocks = [_plugin_text(plugin) for plugin in broken] + [_provider_text(entry) for entry in infos]
-    typer.echo("\n\n".join(blocks))
+    typer.echo("\n\n".join(blocks + [_command_text(each) for each in commands]))
 
 
 def _unknown(registry: PluginRegistry, name: str, kind: str | None) -> UnknownProviderError:
     entries = registry.providers(kind)
     known = sorted({entry.provider.name for entry in entries} | {entry.distribution for entry in entries})
+    if kind is None:
+        known += sorted({each.distribution for each in registry.commands()} - set(known))
     what = f"{kind} or distribution" if kind else "provider or distribution"
     return UnknownProviderError(
         f"no installed {what} is called {name!r}; "
@@ -156,6 +167,10 @@ def _plugin_entry(plugin: InstalledPlugin) -> dict[str, str | None]:
 
 def _provider_entry(entry: InstalledProvider) -> dict[str, str]:
     return {**entry.provider._asdict(), "distribution": entry.distribution, "version": entry.version}
+
+
+def _command_entry(each: InstalledCommand) -> dict[str, str]:
+    return {**each.command._asdict(), "distribution": each.distribution, "version": each.version}
 
 
 def _info(registry: PluginRegistry, entry: InstalledProvider) -> ProviderInfo:
@@ -202,6 +217,15 @@ def _plugin_text(plugin: InstalledPlugin) -> str:
         f"{plugin.distribution} {plugin.version} has an error",
         f"  entry point   {plugin.entry_point}",
         f"  error         {plugin.error}",
+    ]
+    return "\n".join(lines)
+
+
+def _command_text(each: InstalledCommand) -> str:
+    lines = [
+        f"command {each.command.name}: {each.command.summary}",
+        f"  distribution  {each.distribution} {each.version}",
+        f"  target        {each.command.target}",
     ]
     return "\n".join(lines)
 

@@ -41,7 +41,10 @@ def parse_tiers(value: object) -> tuple[ProviderSpec, ...]:
 def _sized(tier: ProviderSpec) -> ProviderSpec:
     key = f"{tier.name}.max_bytes"
     if "max_bytes" not in tier.options:
-        raise ConfigError(f"{key} is missing; give bytes, as in 4GiB")
+        raise ConfigError(
+            f"the tier {tier.name!r} has no size; give its bytes, as in {{{tier.name}: 4GiB}}. "
+            "`sage llm plugins list --kind kv_tier` shows what tiers there are"
+        )
     max_bytes = parse_bytes(tier.options["max_bytes"], key)
     return ProviderSpec(tier.name, {**tier.options, "max_bytes": max_bytes})
 

@@ -80,7 +80,7 @@ def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None
     label = modules.label("executor", config.forward.executor.name)
     steps = StepRunner(executor, seats, runtime.clock, label=label, vocab_size=plan.vocab_size)
     memory, kv = _build_kv(plan, seats, steps)
-    ir, scheduler, batching = _build_scheduler(plan, kv.manager)
+    ir, passes, scheduler, batching = _build_scheduler(plan, kv.manager)
     return EngineCore(
         CoreParts(
             scheduler=scheduler,
@@ -93,11 +93,12 @@ def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None
             registry=modules.registry,
             runtime=runtime,
             cost_fit=plan.cost_fit,
-            passes=PassAdmin(ir, modules),
+            passes=passes,
             trace=plan.trace,
             metrics_of={
                 **kv.metrics_of,
                 "scheduler": ir.metrics,
+                "scheduler_pass": passes.metrics,
                 "step_cost": lambda: StepCostMetrics(
                     cost=plan.cost_fit.cost, step_target_ms=plan.step_target_ms
                 ),
@@ -122,7 +123,7 @@ def _build_kv(plan: CorePlan, seats: Seats, steps: StepRunner) -> tuple[KVMemory
 
 def _build_scheduler(
     plan: CorePlan, kv: KVCacheManager
-) -> tuple[SchedulerIRProtocol, Scheduler, BatchingMeter]:
+) -> tuple[SchedulerIRProtocol, PassAdmin, Scheduler, BatchingMeter]:
     """Build what decides, the queues that carry it out, and the meter of both."""
     config, clock = plan.modules.config.scheduler, plan.runtime.clock
     limits = {
@@ -143,9 +144,10 @@ def _build_scheduler(
     )
     if config.print != "none":
         ir.watch(PASS_WATCHERS[config.print]())
-    batching = BatchingMeter(**limits)
+    passes, batching = PassAdmin(ir, plan.modules), BatchingMeter(**limits)
     scheduler = Scheduler(
         ir,
+        passes,
         kv,
         batching,
         now_ns=clock.now_ns,
@@ -153,4 +155,4 @@ def _build_scheduler(
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=plan.vocab_size,
     )
-    return ir, scheduler, batching
+    return ir, passes, scheduler, batching

@@ -51,6 +51,7 @@ MAX_RANGE_BYTES = 4 << 20
 """Bytes of all ranges, with the keys that passes deferred."""
 
 _RANGE_BYTES = 256
+_MANY_RANGES = 256
 
 _LIMITS = {"tokens": "max_num_batched_tokens", "seats": "max_num_seqs", "blocks": "available_memory"}
 """What a step ran out of → the limit that a pass may have lowered."""
@@ -151,6 +152,7 @@ class DecisionLog:
         self._prefilling: dict[SequenceId, Story] = {}
         self._ranges: deque[WaitRange] = deque()
         self._range_bytes = 0
+        self._many_ranges = _MANY_RANGES  # when to look for those that explain nothing any more
         self._main: WaitRange | None = None  # of the last step, like all that follows
         self._deferred: list[WaitRange] = []
         self._step = -1
@@ -358,13 +360,27 @@ class DecisionLog:
             ended_ns=now_ns,
             keys=keys,
         )
+        if len(self._ranges) > self._many_ranges:
+            self._drop_ranges_before_all_stories()
         self._ranges.append(begun)
         self._range_bytes += _bytes_of(begun)
         while self._range_bytes > MAX_RANGE_BYTES and len(self._ranges) > 1:
-            oldest = self._ranges.popleft()
-            self._range_bytes -= _bytes_of(oldest)
-            self.forgotten_ns = max(self.forgotten_ns, oldest.ended_ns)
+            self.forgotten_ns = max(self.forgotten_ns, self._drop_oldest_range().ended_ns)
         return begun
+
+    def _drop_ranges_before_all_stories(self) -> None:
+        """Drop the oldest ranges, up to the first that a remembered sequence may have waited in."""
+        open_ranges = (self._main, *self._deferred)
+        arrivals_ns = (each.facts.arrival_ns for each in (*self._finished, *self._live.values()))
+        first_ns = min(arrivals_ns, default=self._begun_ns)
+        while self._ranges and self._ranges[0].ended_ns < first_ns and self._ranges[0] not in open_ranges:
+            self._drop_oldest_range()
+        self._many_ranges = max(_MANY_RANGES, 2 * len(self._ranges))
+
+    def _drop_oldest_range(self) -> WaitRange:
+        oldest = self._ranges.popleft()
+        self._range_bytes -= _bytes_of(oldest)
+        return oldest
 
     def _place(self, plan: SchedulePlan) -> None:
         """Record where passes have put those whom they order for the first time."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from sagellm.core import (
     Decision,
     OutOfBlocksError,
+    PassError,
     PrefixHit,
     RequestRows,
     RequestStatus,
@@ -27,6 +28,7 @@ from sagellm.core import (
 from sagellm.engines.engine_core.batching import BatchingMeter
 from sagellm.engines.engine_core.decision_log import DecisionLog
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
+from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.seats import Places, RemainingColumns
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.step_runner import PlannedStep
@@ -53,6 +55,7 @@ class Scheduler:
     def __init__(  # noqa: PLR0913
         self,
         ir: SchedulerIRProtocol,
+        passes: PassAdmin,
         kv: KVCacheManager,
         batching: BatchingMeter,
         *,
@@ -62,6 +65,7 @@ class Scheduler:
         vocab_size: int = 1 << 31,
     ) -> None:
         self._ir = ir
+        self._passes = passes
         self._kv = kv
         self._seats = kv.seats
         self._batching = batching
@@ -134,13 +138,22 @@ class Scheduler:
         """Return what admitting a waiting request would reuse and take."""
         return self._kv.probe(self._sequences[SequenceId(request.request_id)])
 
+    def _plan(self, waiting: RequestRows, running: RequestRows, available_blocks: int) -> SchedulePlan:
+        """Have the IR decide, without passes that fail."""
+        while True:
+            try:
+                return self._ir.schedule(
+                    pending_requests=waiting, running_requests=running, available_memory=available_blocks
+                )
+            except PassError as error:
+                if not self._passes.remove_failed(error):
+                    raise
+
     def schedule(self) -> PlannedStep | None:
         """Decide on a step and take the blocks it needs; None if there is nothing to compute."""
         available_blocks = self._kv.available_blocks
         running, waiting = self._running_rows(), self._waiting.rows()
-        plan = self._ir.schedule(
-            pending_requests=waiting, running_requests=running, available_memory=available_blocks
-        )
+        plan = self._plan(waiting, running, available_blocks)
         self.decisions = plan.decisions
         self._lacks_blocks = plan.deferred_reason == "blocks"
         self._num_fetching = 0

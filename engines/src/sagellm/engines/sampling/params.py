@@ -169,10 +169,14 @@ class SamplingParams:
             given["min_tokens"] = min(self.min_tokens, most)
         return replace(self, **given)
 
-    @cached_property
+    @property
     def without_prompt_logprobs(self) -> SamplingParams:
         """The same without `prompt_logprobs`, made once."""
-        return self if self.prompt_logprobs is None else replace(self, prompt_logprobs=None)
+        return self if self.prompt_logprobs is None else self._unscored
+
+    @cached_property
+    def _unscored(self) -> SamplingParams:
+        return replace(self, prompt_logprobs=None)
 
     def validate_for(self, vocab_size: int) -> None:
         """Check what depends on the model. Raises InvalidRequestError for tokens unknown to it."""

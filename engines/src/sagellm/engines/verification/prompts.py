@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sagellm.core import ConfigError
+from sagellm.engines.config.shown import shown
 from sagellm.engines.text.chat_messages import ChatMessage
 from sagellm.engines.text.guarded_tokenizer import encode
 
@@ -56,13 +57,21 @@ def asked_prompts(
     """Encode the prompts, those of this module if `texts` is None.
 
     Given ones go through the chat template if there is one, unless `is_raw`. Those of this module are cut so
-    that `max_tokens` more fit into the model's context. Raises ConfigError for a model without a tokenizer.
+    that `max_tokens` more fit into the model's context. Raises ConfigError for a model without a tokenizer, and
+    for a given prompt that leaves no room for an answer.
     """
     if engine.light_tokenizer is None:
         raise ConfigError("the model has no tokenizer, so it cannot read prompts; --tokenizer names another")
     is_chat = engine.chat_template.exists and not is_raw
     if texts is not None:
-        return [_asked(engine, text, is_chat=is_chat) for text in texts]
+        asked = [_asked(engine, text, is_chat=is_chat) for text in texts]
+        for number, each in enumerate(asked, 1):
+            if len(each.token_ids) >= engine.max_model_len:
+                raise ConfigError(
+                    f"prompt {number} has {len(each.token_ids):,} tokens; the model's context is "
+                    f"{engine.max_model_len:,}, its answer included: {shown(each.text)}"
+                )
+        return asked
     prompts = [_asked(engine, text, is_chat=False) for text in TEXTS]
     if is_chat:
         prompts += [_asked(engine, text, is_chat=True) for text in QUESTIONS]

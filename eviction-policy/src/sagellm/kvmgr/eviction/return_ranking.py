@@ -187,6 +187,8 @@ class ReturnRanking(Generic[_Leaf]):
             del self._groups[group.name]
             group.claims = dict.fromkeys(_SIDES)
             self._num_heaped -= len(group.heaps[1])
+            for heap in group.heaps.values():
+                heap.clear()  # stale entries and their group would keep each other alive
 
     def first(self, now_s: float) -> _Leaf | None:
         """Return the leaf whose room earns least now."""

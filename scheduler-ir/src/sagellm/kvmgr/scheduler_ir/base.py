@@ -98,7 +98,7 @@ class BaseSchedulerIR(SchedulerIRProtocol):
     def apply_pass(self, optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> ScheduleIR:
         """Run one pass and verify what it decided, with a new state if `ir.state` is None.
 
-        Raises EngineError, naming the pass and the rule that it broke, or its exception.
+        Raises PassError, which has the pass, the rule that it broke or its exception.
         """
         return apply_pass(optimization_pass, ir)
 
@@ -111,7 +111,7 @@ class BaseSchedulerIR(SchedulerIRProtocol):
     ) -> SchedulePlan:
         """Plan one step. `available_memory` counts blocks that are free or evictable.
 
-        Raises InvalidInputError when it is negative, EngineError when a pass breaks its contract.
+        Raises InvalidInputError when it is negative, PassError when a pass fails or breaks its contract.
         """
         started_ns = self._clock.now_ns()
         if available_memory < 0:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from sagellm.core.checks import require_object
-from sagellm.core.errors import EngineError
+from sagellm.core.errors import EngineError, PassError
 from sagellm.core.logging import get_logger
 from sagellm.core.protocols.scheduler_ir import (
     PassMetrics,
@@ -40,7 +40,7 @@ class PassPipeline:
         return len(self._entries)
 
     def add(self, optimization_pass: SchedulerPassProtocol) -> None:
-        """Append a pass, with a new state. Raises ConfigError for another object, EngineError if it fails."""
+        """Append a pass, with a new state. Raises ConfigError for another object, PassError if it fails."""
         require_object("optimization_pass", optimization_pass, SchedulerPassProtocol, "scheduler_pass")
         try:
             state = optimization_pass.start()
@@ -54,7 +54,7 @@ class PassPipeline:
         """Return a pipeline of other passes with the same watchers.
 
         A pass equal to one of this pipeline keeps its state and counts. Raises ConfigError for any other
-        object, EngineError for a pass whose `start` fails.
+        object, PassError for a pass whose `start` fails.
         """
         pipeline = PassPipeline(self._clock)
         pipeline._watchers = self._watchers
@@ -91,7 +91,7 @@ class PassPipeline:
         self._watchers.append(watcher)
 
     def run(self, ir: ScheduleIR) -> ScheduleIR:
-        """Return the schedule with the decisions of all passes. Raises EngineError as `apply_pass` does."""
+        """Return the schedule with the decisions of all passes. Raises PassError as `apply_pass` does."""
         if not self._entries:
             return ir
         started_ns = self._now_ns()
@@ -109,7 +109,7 @@ class PassPipeline:
         return ir
 
     def observe(self, plan: SchedulePlan) -> None:
-        """Tell the passes what will be computed. Raises EngineError, naming the pass that failed."""
+        """Tell the passes what will be computed. Raises PassError for one that fails."""
         for optimization_pass, state in self._observers:
             try:
                 optimization_pass.observe(plan, state)
@@ -126,7 +126,7 @@ class PassPipeline:
 def apply_pass(optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> ScheduleIR:
     """Run one pass and verify what it decided, with a new state if `ir.state` is None.
 
-    Raises EngineError, naming the pass and the rule that it broke, or its exception.
+    Raises PassError, which has the pass, the rule that it broke or its exception.
     """
     try:
         if ir.state is None and (state := optimization_pass.start()) is not None:
@@ -136,8 +136,12 @@ def apply_pass(optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> Sche
         raise
     except BaseException as error:  # SystemExit too
         raise _failure(optimization_pass, error) from error
-    return verify_rewrite(optimization_pass.name, ir, rewritten)
+    try:
+        return verify_rewrite(optimization_pass.name, ir, rewritten)
+    except EngineError as error:
+        raise PassError(str(error), optimization_pass) from None
 
 
-def _failure(optimization_pass: SchedulerPassProtocol, error: BaseException) -> EngineError:
-    return EngineError(f"scheduler pass {optimization_pass.name!r} failed: {type(error).__name__}: {error}")
+def _failure(optimization_pass: SchedulerPassProtocol, error: BaseException) -> PassError:
+    text = f"scheduler pass {optimization_pass.name!r} failed: {type(error).__name__}: {error}"
+    return PassError(text, optimization_pass)

@@ -9,6 +9,7 @@ from sagellm.core import (
     ConfigError,
     LifetimeMetrics,
     LifetimePredictorProtocol,
+    PluginError,
     PluginRegistry,
     SchedulerMetrics,
     StepInput,
@@ -55,7 +56,7 @@ def simulate_serving(  # noqa: PLR0913  (what a simulation varies)
     """Run a trace to its end. Equal calls give equal results.
 
     The host's own time is not simulated: only steps take time, and tiers. `predictor` replaces the configured
-    one. Raises ConfigError for a configuration that cannot be simulated.
+    one. Raises ConfigError for a configuration that cannot be simulated, PluginError if one of its passes fails.
     """
     load = replace(load or LoadSettings(), stop_token_ids=frozenset({END}))
     if not 0 < load.stretch < float("inf"):
@@ -72,6 +73,8 @@ def simulate_serving(  # noqa: PLR0913  (what a simulation varies)
 
     executor.on_step = on_step
     served = run.run(advance)
+    for name, failure in core.parts.passes.metrics().failures.items():
+        raise PluginError(f"the scheduler pass {name} cannot be judged: {failure}")
     modules = core.metrics().modules
     batching, scheduler = modules["batching"], modules["scheduler"]
     scores = modules["lifetime_predictor"]

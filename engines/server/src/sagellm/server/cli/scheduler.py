@@ -29,7 +29,8 @@ def passes(
 ) -> None:
     """Show the scheduler's passes in the order in which they run, or change them between two steps.
 
-    If a pass is unknown or refused, nothing changes. A restart takes those of the configuration again.
+    If a pass is unknown or refused, nothing changes; one that fails later is removed, and shown here with the
+    reason. A restart takes those of the configuration again.
     """
     _, client = connect(engine)
     with client:
@@ -41,6 +42,8 @@ def passes(
     after = [(stage, each) for stage, each in found["stages"].items() if stage != "order"]
     rows = [(stage, *_named(each)) for stage, each in (*before, *after)]
     typer.echo(columns(("STAGE", "PASS", "OPTIONS"), rows))
+    for failed, why in found["failures"].items():
+        typer.echo(f"{failed} failed and was removed; set it again once it is fixed: {why}", err=True)
 
 
 def _named(each: Any) -> tuple[str, str]:

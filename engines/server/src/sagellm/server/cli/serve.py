@@ -104,6 +104,6 @@ def say_state(engine: RunningEngine) -> None:
     if engine.state == "starting":
         tell(f"loading {engine.model}")
     elif engine.state == "draining":
-        tell("stopping: the requests that run may finish; Ctrl-C again ends them")
+        tell("stopping: the requests that run may finish; a second Ctrl-C or SIGTERM ends them")
     elif engine.state == "ready":
         tell(f"{engine.name} serves {engine.model} at {engine.url}/v1 (Ctrl-C ends it){notice()}")

@@ -16,7 +16,7 @@ from sagellm.engines.cli.output import new_app, print_json, print_json_line
 from sagellm.engines.config.schema import SETTINGS, EngineConfig
 from sagellm.server.cli.running import EngineArgument, EngineName, connect
 from sagellm.server.remote import AdminClient
-from sagellm.server.remote.operations import read_metrics
+from sagellm.server.remote.operations import pass_failures, read_metrics
 
 _CLEAR = "\x1b[H\x1b[2J"
 _TABLES: Mapping[str, Callable[[Any], str]] = {
@@ -60,6 +60,7 @@ def _derive_scheduler(scheduler: Any, engine: EngineMetrics) -> Figures:
         "mean_tokens_of_busy_steps": scheduler.num_scheduled_tokens / busy if busy else 0.0,
         **_derive_work(engine),
         **_derive_cost(engine),
+        **{f"failed_{name}": why for name, why in pass_failures(engine).items()},
     }
 
 

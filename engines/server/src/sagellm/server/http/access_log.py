@@ -71,9 +71,10 @@ class AccessLog:
             )
 
 
-def log_refused(method: str, path: str, error: APIError) -> None:
+def log_refused(method: str, path: str, error: APIError, client: tuple[str, int] | None) -> None:
     """Log a request that was refused before it reached the application; "-" stands for unknown values."""
-    scope = {"method": method or "-", "path": path or "-", "state": {"failure": error.code}}
+    scope: dict[str, Any] = {"method": method or "-", "path": path or "-", "client": client}
+    scope["state"] = {"failure": error.code}
     shown = fields(**access_fields(scope, error.status))
     logger.info("%s", access_line(scope, error.status), extra=shown)
 
@@ -101,14 +102,15 @@ def access_line(scope: MutableMapping[str, Any], status: int, seconds: float | N
 def access_fields(
     scope: MutableMapping[str, Any], status: int, seconds: float | None = None
 ) -> dict[str, object]:
-    """Return what `access_line` says, and the tenant's name, under names of their own for a log of JSON.
+    """Return what `access_line` says, with tenant and client, under names of their own for a log of JSON.
 
+    `client` is the address that the connection comes from: the proxy's, if there is one.
     A request of many prompts has the tokens of all, and the times of the first.
     """
     state = scope.get("state", {})
     timers: Sequence[RequestTimer] = state.get("timers", ())
     tenant, failure, given = state.get("tenant"), state.get("failure"), state.get("request_id")
-    own = state.get("id")
+    own, client = state.get("id"), scope.get("client")
     found: dict[str, object] = {
         "request_id": own,
         "client_request_id": None if given == own else given,
@@ -118,6 +120,7 @@ def access_fields(
         "status": state.get("status", status) or None,
         "error": None if failure is None else _shown(failure),
         "tenant": None if tenant is None else tenant.name,
+        "client": client[0] if client else None,
         "duration_s": None if seconds is None else round(seconds, 6),
     }
     if timers:

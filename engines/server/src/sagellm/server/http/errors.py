@@ -83,10 +83,10 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(one if one.isprintable() else "?" for one in text)
 
 
-def unsupported(name: str, why: str = "") -> APIError:
+def unsupported(name: str, why: str = "", *, remedy: str = "leave it out") -> APIError:
     """Refuse a parameter that other servers support but this one does not."""
     reason = f": {why}" if why else ""
-    message = f"the parameter {name!r} is not supported{reason}; leave it out"
+    message = f"the parameter {name!r} is not supported{reason}; {remedy}"
     return APIError(400, message, param=name, code="unsupported_parameter")
 
 

@@ -200,7 +200,7 @@ class BoundedHTTP(HttpToolsProtocol):
         if self._is_logged:
             method = self.parser.get_method() if self.url else b""
             path = self.url.partition(b"?")[0]
-            log_refused(method.decode("latin-1"), path.decode("latin-1"), error)
+            log_refused(method.decode("latin-1"), path.decode("latin-1"), error, self.client)
 
     @property
     def _is_idle(self) -> bool:

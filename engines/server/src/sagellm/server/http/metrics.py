@@ -25,6 +25,7 @@ from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.requests.outputs import RequestMetrics, RequestOutput
 from sagellm.server.http.admission import TenantUse
 from sagellm.server.http.engine_front import EngineFront
+from sagellm.server.remote.operations import pass_failures
 
 _TTFT = (
     0.001,
@@ -198,6 +199,7 @@ class ServerMetrics(Collector):
             ended.add_metric((*self._labels, reason), count)
         yield ended
         yield from self._passes()
+        yield self._failed_modules()
         yield from self._of_tenants()
         for name in (*_HISTOGRAMS, *_ALIASES):
             yield self._histogram(name)
@@ -214,6 +216,18 @@ class ServerMetrics(Collector):
         )
         family.add_metric((*self._labels, "capacity"), engine.num_waiting - engine.num_deferred)
         family.add_metric((*self._labels, "deferred"), engine.num_deferred)
+        return family
+
+    def _failed_modules(self) -> Metric:
+        """Return how many modules failed and are replaced or removed, by kind."""
+        family = GaugeMetricFamily(
+            "sagellm:failed_modules",
+            "policies and passes that failed; the engine goes on without them",
+            labels=(*_LABELS, "kind"),
+        )
+        cache = self._engine.modules.get("prefix_cache")
+        family.add_metric((*self._labels, "eviction_policy"), bool(getattr(cache, "policy_failure", "")))
+        family.add_metric((*self._labels, "scheduler_pass"), len(pass_failures(self._engine)))
         return family
 
     def _passes(self) -> Iterable[Metric]:

@@ -130,7 +130,9 @@ def _read_message(where: str, value: memoryview, limits: PromptLimits, ignored: 
     values = decode_object(value, where)
     role = memoryview(values.get("role", b""))
     if any(is_json(role, name) for name in _TOOL_ROLES):
-        raise unsupported(f"{where}.role", "this server has no tool parser")
+        raise unsupported(
+            f"{where}.role", "this server has no tool parser", remedy="send a tool's result as text of the user"
+        )
     content = memoryview(values.get("content", b""))
     is_list = first_byte(content) == b"["
     parts = _read_parts(f"{where}.content", content, limits, ignored) if is_list else None
@@ -166,7 +168,9 @@ def _read_part(where: str, value: memoryview, limits: PromptLimits, ignored: Ign
     values = decode_object(value, where)
     kind = memoryview(values.get("type", b""))
     if first_byte(kind) == b'"' and not is_json(kind, b'"text"'):
-        raise unsupported(f"{where}.type", "the models here read and write text")
+        raise unsupported(
+            f"{where}.type", "the models here read text", remedy="send parts of the type 'text' alone"
+        )
     fields = read_names(values, _PART, f"{where}.", ignored)
     for name in _PART.fields:
         if name not in fields:

@@ -24,6 +24,7 @@ from sagellm.core import (
     StepCostMetrics,
 )
 from sagellm.engines.engine_core.batching import BatchingMetrics
+from sagellm.engines.engine_core.pass_admin import PassFailures
 from sagellm.engines.worker.work import WorkMetrics
 
 _TYPES: dict[str, type[Any]] = {
@@ -37,6 +38,7 @@ _TYPES: dict[str, type[Any]] = {
     "prefix_cache": PrefixCacheMetrics,
     "quantizer": QuantizerMetrics,
     "scheduler": SchedulerMetrics,
+    "scheduler_pass": PassFailures,
     "step_cost": StepCostMetrics,
     "work": WorkMetrics,
 }
@@ -78,6 +80,12 @@ def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
         "cache_go_on": core.parts.saves.go_on,
         "pool_compact": pool.compact,
     }
+
+
+def pass_failures(engine: EngineMetrics) -> dict[str, str]:
+    """Return the scheduler passes that failed and were removed, and why."""
+    known: Any = engine.modules.get("scheduler_pass")
+    return known.failures if isinstance(known, PassFailures) else {}
 
 
 def read_metrics(result: Any) -> EngineMetrics:

@@ -14,9 +14,9 @@ from sagellm.engines.cli.sampling_flags import SAMPLING_FLAGS
 from sagellm.engines.cli.streams import as_text
 
 DEFAULT_MAX_TOKENS = 1024
-_NOT_FOR_CHAT = frozenset({"n", "logprobs", "prompt_logprobs"})
-
-CHAT_FLAGS = tuple(flag for flag in SAMPLING_FLAGS if flag.name not in _NOT_FOR_CHAT)
+NOT_FOR_CHAT = frozenset({"n", "logprobs", "prompt_logprobs"})
+"""Parameters that a chat has no place to show."""
+CHAT_FLAGS = tuple(flag for flag in SAMPLING_FLAGS if flag.name not in NOT_FOR_CHAT)
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

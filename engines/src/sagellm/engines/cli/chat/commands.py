@@ -3,53 +3,69 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from sagellm.core import InvalidRequestError, nearest
+from sagellm.core import ConfigError, InvalidRequestError, nearest
+from sagellm.core.plugins.option_text import read_value
+from sagellm.engines.cli.chat.command import NOT_FOR_CHAT
 from sagellm.engines.cli.chat.conversation import Conversation
+from sagellm.engines.sampling.params import PARAMETERS, SamplingParams
 from sagellm.engines.text.chat_messages import read_messages
 from sagellm.engines.whole_file import whole_file
 
 _EXITS = ("/exit", "/quit")
+_BARE_EXITS = ("exit", "quit")
+_PARAMETERS = tuple(name for name in PARAMETERS if name not in NOT_FOR_CHAT)
 
 
 class Outcome(NamedTuple):
-    """The result of a command: something to print, a question to ask now, or the end of the conversation."""
+    """The result of a command: something to print, a question to ask now, or the end of the conversation.
+
+    `params` are those of the answers from here on, if they change.
+    """
 
     told: str = ""
     question: str | None = None
     leaves: bool = False
+    params: SamplingParams | None = None
 
 
 def is_command(line: str) -> bool:
     """Say whether the input is a command; several lines that begin with a path are a question."""
+    if line.strip() in _BARE_EXITS:
+        return True
     return line.startswith("/") and ("\n" not in line or line.split(maxsplit=1)[0] in _COMMANDS)
 
 
-def run_command(line: str, conversation: Conversation) -> Outcome:
-    """Run a command and return its result."""
+def run_command(line: str, conversation: Conversation, params: SamplingParams) -> Outcome:
+    """Run a command and return its result; `params` are those of the answers so far."""
     name, *rest = line.split(maxsplit=1)
-    if name in _EXITS:
+    argument = rest[0].strip() if rest else ""
+    if name in (*_EXITS, *_BARE_EXITS):
         return Outcome(leaves=True)
+    if name == "/set":
+        return _set(params, argument)
     command = _COMMANDS.get(name)
     if command is None:
-        hint = nearest(name, [*_COMMANDS, *_EXITS])
+        hint = nearest(name, [*_COMMANDS, "/set", *_EXITS])
         return Outcome(f"unknown command {name}; /help lists the commands.{hint}")
-    return command(conversation, rest[0].strip() if rest else "")
+    return command(conversation, argument)
 
 
 def _help(_conversation: Conversation, _argument: str) -> Outcome:
     return Outcome(
-        "/reset          forget what has been said\n"
-        "/system [TEXT]  set the system message; without TEXT show it\n"
-        "/undo           take back the last question and its answer\n"
-        "/regen          answer the last question again\n"
-        "/save FILE      write the conversation as JSON, also to the file it is from\n"
-        "/load FILE      continue a saved conversation\n"
-        "/exit           leave, as Ctrl-D does; Ctrl-C stops an answer\n"
-        '"""             begins and ends a question of several lines; a pasted one needs none'
+        "/reset               forget what has been said\n"
+        "/system [TEXT]       set the system message; without TEXT show it\n"
+        "/set [NAME [VALUE]]  set a sampling parameter, as in /set temperature 0.7; show one, or all\n"
+        "/undo                take back the last question and its answer\n"
+        "/regen               answer the last question again\n"
+        "/save FILE           write the conversation as JSON, also to the file it is from\n"
+        "/load FILE           continue a saved conversation\n"
+        "/exit                leave, as exit, quit and Ctrl-D do; Ctrl-C stops an answer\n"
+        '"""                  begins and ends a question of several lines; a pasted one needs none'
     )
 
 
@@ -64,6 +80,38 @@ def _system(conversation: Conversation, text: str) -> Outcome:
         return Outcome(conversation.system or "no system message is set")
     conversation.system = text
     return Outcome("the system message is set")
+
+
+def _set(params: SamplingParams, text: str) -> Outcome:
+    if not text:
+        width = max(map(len, _PARAMETERS)) + 2
+        return Outcome("\n".join(f"{name:{width}}{_written(params, name)}" for name in _PARAMETERS))
+    given, *rest = re.split(r"\s*=\s*|\s+", text, maxsplit=1)
+    name = given.lstrip("-").replace("-", "_")
+    if name not in _PARAMETERS:
+        return Outcome(f"there is no parameter {given}; /set lists them.{nearest(name, _PARAMETERS)}")
+    if not rest or not rest[0]:
+        return Outcome(f"{name} is {_written(params, name)}")
+    try:
+        changed = params.overridden(**{name: _read(name, rest[0])})
+    except (ConfigError, InvalidRequestError) as error:
+        return Outcome(f"{name} stays {_written(params, name)}: {error}")
+    return Outcome(f"{name} is {_written(changed, name)}", params=changed)
+
+
+def _read(name: str, text: str) -> object:
+    value = read_value(text)
+    if element := get_args(PARAMETERS[name].type):  # a list, of which one element may be given alone
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        return [str(each) for each in values] if element == (str,) else values
+    return value
+
+
+def _written(params: SamplingParams, name: str) -> str:
+    value = getattr(params, name)
+    if value is None or value == ():
+        return "not set"
+    return ", ".join(map(repr, value)) if isinstance(value, tuple) else str(value)
 
 
 def _undo(conversation: Conversation, _argument: str) -> Outcome:

@@ -33,7 +33,8 @@ class ChatSession:
         while (line := self.terminal.read()) is not None:
             question: str | None = line
             if self.terminal.is_interactive and is_command(line):
-                outcome = run_command(line, self.conversation)
+                outcome = run_command(line, self.conversation, self.params)
+                self.params = outcome.params or self.params
                 if outcome.leaves:
                     return
                 if outcome.told:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import typer
@@ -13,6 +13,7 @@ from sagellm.engines.cli.figures import write_duration
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.server.cli.running import EngineArgument, EngineName, find_engine
 from sagellm.server.remote import AdminClient, RunningEngine
+from sagellm.server.remote.operations import pass_failures
 
 _HEAD = ("NAME", "STATE", "MODEL", "URL", "PID", "UPTIME", "RUNNING", "WAITING", "KV USED")
 
@@ -34,6 +35,7 @@ class EngineStatus:
     num_blocks: int | None = None
     num_held_blocks: int | None = None
     eviction_failure: str = ""  # why last use replaced the eviction policy, if it did
+    pass_failures: dict[str, str] = field(default_factory=dict)  # why scheduler passes were removed
     error: str | None = None
 
 
@@ -68,6 +70,8 @@ def status(
                     f"{each.eviction_failure}",
                     err=True,
                 )
+            for failed, why in each.pass_failures.items():
+                typer.echo(f"{each.name}: the scheduler pass {failed} failed and was removed: {why}", err=True)
 
 
 def read_all(engines: list[RunningEngine], *, timeout_s: float) -> list[EngineStatus]:
@@ -96,6 +100,7 @@ def read_status(engine: RunningEngine, *, timeout_s: float) -> EngineStatus:
         return replace(found, state=state, error=str(error))
     found = replace(found, num_running=metrics.num_running, num_waiting=metrics.num_waiting)
     cache, pool = metrics.modules.get("prefix_cache"), metrics.modules.get("kv_pool")
+    found = replace(found, pass_failures=pass_failures(metrics))
     if isinstance(cache, PrefixCacheMetrics):
         found = replace(found, eviction_failure=cache.policy_failure)
     if not isinstance(pool, KVPoolMetrics):
