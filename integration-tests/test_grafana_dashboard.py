@@ -1,4 +1,4 @@
-"""docs/grafana-dashboard.json asks for nothing that /metrics does not have."""
+"""docs/grafana-dashboard.json and docs/prometheus-alerts.yml ask for nothing that /metrics does not have."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from served import served
 
 from sagellm.engines.testing import make_checkpoint
 
-DASHBOARD = json.loads((Path(__file__).resolve().parents[1] / "docs" / "grafana-dashboard.json").read_text())
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+DASHBOARD = json.loads((DOCS / "grafana-dashboard.json").read_text())
+ALERTS = yaml.safe_load((DOCS / "prometheus-alerts.yml").read_text())["groups"][0]["rules"]
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 TARGETS = [(panel["title"], target) for panel in PANELS for target in panel["targets"]]
 
@@ -41,6 +44,19 @@ def test_every_metric_and_label_that_it_asks_for_is_there(labels_of):
         for name in names:
             assert name in labels_of, f"{title}: /metrics has no {name}"
             assert asked | {"model_name"} <= labels_of[name], f"{title}: {name} lacks a label of {asked}"
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_an_alert_is_about_metrics_and_labels_that_are_there(labels_of, rule):
+    expression = rule["expr"]
+    names = re.findall(r"sagellm:\w+", expression)
+    assert names
+    labels = set.intersection(*(labels_of.get(name, set()) for name in names))
+    listed = [one for group in re.findall(r"by \(([\w, ]+)\)", expression) for one in group.split(", ")]
+    asked = {*listed, *re.findall(r"\{(\w+)=", expression)} - {"instance"}
+    told = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"]))) - {"instance"}
+    assert asked <= labels, f"{names} lack a label of {asked}"
+    assert told <= (set(listed) or labels)
 
 
 def test_its_variables_come_from_metrics_that_are_there(labels_of):

@@ -57,7 +57,7 @@ class EvictionMetrics:
 
     num_inserted: int = 0
     num_hits: int = 0
-    num_victims: int = 0
+    num_victims: int = 0  # named by `victim` or `victims`, and removed then
     num_candidates: int = 0  # unlocked leaves at this moment
     details: dict[str, float] = field(default_factory=dict)
 
