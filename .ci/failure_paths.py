@@ -31,10 +31,6 @@ from sagellm.core import (
     InvalidInputError,
     KVTierProtocol,
     NodeRanking,
-    NullEvictionPolicy,
-    NullKVTier,
-    NullLifetimePredictor,
-    NullSchedulerPass,
     OutOfBlocksError,
     PluginError,
     PluginRegistry,
@@ -46,6 +42,10 @@ from sagellm.core import (
     pack,
     run_to_end,
 )
+from sagellm.core.protocols.eviction import NullEvictionPolicy
+from sagellm.core.protocols.kv_tier import NullKVTier
+from sagellm.core.protocols.lifetime import NullLifetimePredictor
+from sagellm.core.protocols.scheduler_ir import NullSchedulerPass
 
 TOOLS = ("pytest", "hypothesis")
 POLICY_CALLS = (

@@ -8,15 +8,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LAST_RELEASE = {
-    "core": 9_286,
+    "core": 8_110,
     "testing": 6_739,
-    "engines": 23_088,
+    "engines": 23_996,
     "server": 10_590,
     "lab": 10_317,
     "prefix-cache": 2_362,
     "kv-pool": 5_069,
     "eviction-policy": 2_506,
-    "scheduler-ir": 1_999,
+    "scheduler-ir": 2_267,
     "lifetime-predictor": 260,
     "accel": 4_655,
     "comm": 721,

@@ -27,7 +27,8 @@ import numpy as np
 from common import foreign_cores, output_flags, publish, spread
 from make_model import ensure
 
-from sagellm.core import FORWARD_KINDS, BlockId, ExecutionGraph
+from sagellm.core import BlockId
+from sagellm.core.execution_graph import FORWARD_KINDS, ExecutionGraph
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.cli.output import columns
 

@@ -20,9 +20,10 @@ from typing import Any
 from common import RESULTS, output_flags, publish
 from loads import chat
 
-from sagellm.core import TraceRequest, jains_index
+from sagellm.core import TraceRequest
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
+from sagellm.engines.metrics.fairness import jains_index
 from sagellm.lab.simulation.bounds import replay
 from sagellm.lab.traces import read_trace
 

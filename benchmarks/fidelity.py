@@ -24,9 +24,10 @@ from typing import Any
 
 from common import foreign_cores, output_flags, publish
 
-from sagellm.core import Clock, Runtime, TraceRequest, percentile
+from sagellm.core import Clock, Runtime, TraceRequest
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
+from sagellm.engines.metrics.latency import percentile
 from sagellm.lab.bench.step_fit import (
     FitSettings,
     MeasuredStep,

@@ -34,13 +34,13 @@ from sagellm.core import (
     PluginRegistry,
     Request,
     RequestId,
-    Runs,
     SequenceId,
     StepInput,
     StepOutput,
     Tenant,
     pack,
 )
+from sagellm.core.protocols.step import Runs
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.modules import Modules

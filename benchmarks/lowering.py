@@ -14,7 +14,9 @@ from dataclasses import replace
 import numpy as np
 from common import foreign_cores, output_flags, publish, spread
 
-from sagellm.core import BlockId, CopyBlocks, KVGroup, KVLayout, StepCost, StepInput, lower_step
+from sagellm.core import BlockId, KVGroup, KVLayout, StepCost, StepInput
+from sagellm.core.execution_graph import lower_step
+from sagellm.core.protocols.step import CopyBlocks
 from sagellm.engines.cli.output import columns
 from sagellm.engines.worker.seat_state import SeatState
 from sagellm.engines.worker.step_graphs import StepGraphs

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sagellm.core import KVGroup, KVLayout, NullForwardBackend, Runtime
+from sagellm.core import KVGroup, KVLayout, Runtime
+from sagellm.core.protocols.forward import NullForwardBackend
 from sagellm.engines.assembly import build_computing_core
 from sagellm.engines.engine_core.building import CorePlan
 from sagellm.engines.engine_core.core import EngineCore

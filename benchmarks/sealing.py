@@ -15,7 +15,8 @@ from typing import Any
 
 from common import output_flags, publish, spread
 
-from sagellm.core import BlockHeader, KVIdentity, Namespace, StoreKey, pack
+from sagellm.core import BlockHeader, KVIdentity, Namespace, pack
+from sagellm.core.store_key import StoreKey
 from sagellm.kvmgr.kv_pool.tiers.record import Checksums, RecordFormat
 
 BLOCK_TOKENS = 16

@@ -29,8 +29,9 @@ from typing import Any, NamedTuple
 import pytest
 from common import describe_machine, save
 
-from sagellm.core import MemoryFiles, PluginRegistry, Randomness, VirtualClock
+from sagellm.core import PluginRegistry, Randomness, VirtualClock
 from sagellm.core.late_kv_tier import LateKVTier
+from sagellm.core.runtime import MemoryFiles
 from sagellm.engines.cli.output import columns
 from sagellm.kvmgr.kv_pool import BuddyAllocator, FreeListAllocator, PagedKVPool
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier

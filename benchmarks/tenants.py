@@ -37,8 +37,8 @@ import httpx
 from common import foreign_cores, report, spread
 from served import served
 
-from sagellm.core import jains_index
 from sagellm.engines.embedded import EMBEDDED
+from sagellm.engines.metrics.fairness import jains_index
 
 FLOOD, OTHER = "sk-flood", "sk-other"
 WEIGHTS = (1, 2, 3, 4, 5)

@@ -15,7 +15,7 @@ from typing import Any
 
 from common import foreign_cores, output_flags, publish, spread
 
-from sagellm.core import FetchRule
+from sagellm.core.protocols.kv_offload import FetchRule
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.cli.output import columns
 from sagellm.kvmgr.kv_pool.offload import KVOffload

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from common import output_flags, publish
 
-from sagellm.core import FetchRule, TraceRequest
+from sagellm.core import TraceRequest
+from sagellm.core.protocols.kv_offload import FetchRule
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
 from sagellm.engines.progress import progress_bar

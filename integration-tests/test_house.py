@@ -10,7 +10,19 @@ from pathlib import Path
 import pytest
 from suite import ROOT
 
+from sagellm import core
+
 MOST_IMPORTS = 20
+MOST_CORE_NAMES = 180
+CORE = ROOT / "core-protocols" / "src" / "sagellm" / "core"
+OF_CORE_ITSELF = {
+    "late_kv_tier": "the simulation and the tests of two distributions make tiers late with it",
+    "chaos_sockets": "chaos imports it when it is on",
+    "number_ranges": "decisions print their rows with it",
+    "random_access": "what Files open",
+    "plugin": "the entry point",
+    "version": "the version of the protocols, which plugins state",
+}
 WITHOUT_TORCH = """
 import sys
 for name in ("torch", "transformers", "tokenizers", "safetensors"):
@@ -22,9 +34,10 @@ TRACE = str(ROOT / "benchmarks" / "traces" / "multi_turn.jsonl.xz")
 COST = str(ROOT / "benchmarks" / "cost" / "h200-8b.json")
 
 
-def sources() -> list[Path]:
+def sources(*, with_packages: bool = False) -> list[Path]:
     folders = [*ROOT.glob("*/src/sagellm"), *ROOT.glob("*/*/src/sagellm")]
-    return sorted(path for folder in folders for path in folder.rglob("*.py") if path.name != "__init__.py")
+    paths = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return [path for path in paths if with_packages or path.name != "__init__.py"]
 
 
 def own_imports(path: Path) -> set[str]:
@@ -39,6 +52,31 @@ def own_imports(path: Path) -> set[str]:
 def test_no_file_imports_more_than_20_others_of_its_own_distribution():
     counts = {str(path.relative_to(ROOT)): len(own_imports(path)) for path in sources()}
     assert {path: count for path, count in counts.items() if count > MOST_IMPORTS} == {}
+
+
+def test_core_has_few_public_names():
+    assert len(core.__all__) <= MOST_CORE_NAMES
+
+
+def test_a_module_of_core_serves_two_distributions_or_is_a_contract():
+    users: dict[str, set[str]] = {}
+    for path in sources(with_packages=True):
+        distribution = str(path).partition("/src/")[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("sagellm.core"):
+                continue
+            named = node.module.removeprefix("sagellm.core").removeprefix(".")
+            homes = [named] if named else [core._MODULE_OF.get(each.name, ".")[1:] for each in node.names]
+            for home in homes:
+                users.setdefault(home, set()).add(distribution)
+    modules = {".".join(path.relative_to(CORE).with_suffix("").parts) for path in CORE.rglob("*.py")}
+    lonely = {
+        module: sorted(users.get(module, set()) - {str(CORE.parents[2])})
+        for module in modules
+        if not module.startswith(("protocols.", "plugins.", "_")) and not module.endswith("__init__")
+        if module not in OF_CORE_ITSELF
+    }
+    assert {module: found for module, found in lonely.items() if len(found) < 2} == {}
 
 
 @pytest.mark.parametrize(

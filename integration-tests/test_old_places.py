@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from suite import ROOT
 
-from sagellm.core._moved import _MOVED
+from sagellm import core
+from sagellm.core._moved import _MOVED, _MOVED_NAMES
 
 
 def source_of(module: str) -> Path:
@@ -56,6 +57,18 @@ for old, new in {pairs!r}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", _MOVED_NAMES)
+def test_a_name_that_core_itself_had_is_found_and_warns(module):
+    for name in _MOVED_NAMES[module].split():
+        with pytest.warns(
+            DeprecationWarning, match=rf"sagellm\.core\.{name} is {module}\.{name} now"
+        ) as told:
+            found = getattr(core, name)
+        assert found is getattr(import_module(module), name)
+        assert told[0].filename == __file__
+    assert not set(_MOVED_NAMES[module].split()) & set(core.__all__)
 
 
 def test_the_warning_points_at_the_import(tmp_path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.core import ConfigError, EvictionPolicyProtocol, NullEvictionPolicy, require_object
+from sagellm.core import ConfigError, EvictionPolicyProtocol, require_object
+from sagellm.core.protocols.eviction import NullEvictionPolicy
 
 
 def check(value: object) -> None:

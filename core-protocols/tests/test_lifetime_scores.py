@@ -6,14 +6,11 @@ import math
 
 import pytest
 
-from sagellm.core import (
-    LifetimeMetrics,
-    LifetimePrediction,
-    LifetimeScores,
-    PredictionRequest,
+from sagellm.core import LifetimeMetrics, LifetimePrediction, PredictionRequest
+from sagellm.core.lifetime_scores import LifetimeScores, predicted_length
+from sagellm.engines.metrics.lifetime import (
     lifetime_mae,
     median_mae,
-    predicted_length,
     within_10_percent,
     within_10_percent_or_5_tokens,
 )

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.core import EvictionMetrics, NullEvictionPolicy
+from sagellm.core import EvictionMetrics
+from sagellm.core.protocols.eviction import NullEvictionPolicy
 from sagellm.testing import (
     AuditError,
     AuditingEvictionPolicy,

@@ -11,15 +11,6 @@ from sagellm.core import (
     KVAllocatorProtocol,
     KVPoolProtocol,
     LifetimePredictorProtocol,
-    NullKVAllocator,
-    NullKVPool,
-    NullLifetimePredictor,
-    NullPrefixCache,
-    NullQuantizer,
-    NullSchedulerIR,
-    NullSchedulerPass,
-    NullTopology,
-    NullTraceReader,
     PredictionRequest,
     QuantizationConfig,
     QuantizerProtocol,
@@ -28,6 +19,14 @@ from sagellm.core import (
     SequenceId,
     TopologyProtocol,
 )
+from sagellm.core.protocols.kv_allocator import NullKVAllocator
+from sagellm.core.protocols.kv_pool import NullKVPool
+from sagellm.core.protocols.lifetime import NullLifetimePredictor
+from sagellm.core.protocols.prefix_cache import NullPrefixCache
+from sagellm.core.protocols.quantizer import NullQuantizer
+from sagellm.core.protocols.scheduler_ir import NullSchedulerIR, NullSchedulerPass
+from sagellm.core.protocols.topology import NullTopology
+from sagellm.core.protocols.trace import NullTraceReader
 from sagellm.testing import (
     KVAllocatorContract,
     KVPoolContract,

@@ -13,15 +13,15 @@ from sagellm.core import (
     EvictedBlocks,
     InvalidInputError,
     KVMemory,
-    NullForwardBackend,
-    NullKVOffload,
-    NullKVSaves,
-    NullKVTier,
     Runtime,
     SaveStore,
     headers_of,
     pack,
 )
+from sagellm.core.protocols.forward import NullForwardBackend
+from sagellm.core.protocols.kv_offload import NullKVOffload
+from sagellm.core.protocols.kv_saves import NullKVSaves
+from sagellm.core.protocols.kv_tier import NullKVTier
 
 TOKENS = pack(range(32))
 HEADERS = headers_of(TOKENS, 16, DEFAULT, UNNAMED)

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from sagellm.core import ExtraArg, LogitsRequest, NullLogitsProcessor
+from sagellm.core import ExtraArg, LogitsRequest
+from sagellm.core.protocols.logits_processor import NullLogitsProcessor
 from sagellm.testing import LogitsProcessorContract
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from sagellm.core import (
     DuplicateProviderError,
-    NullEvictionPolicy,
     PluginError,
     PluginHookError,
     PluginImportError,
@@ -26,8 +25,10 @@ from sagellm.core import (
     UnknownProviderError,
     hookimpl,
 )
+from sagellm.core.protocols.eviction import NullEvictionPolicy
 
 Install = Callable[..., str]
+NULL = "sagellm.core.protocols.eviction:NullEvictionPolicy"
 
 GOOD = """
 from sagellm.core import Provider, hookimpl
@@ -41,7 +42,10 @@ HOOK = "from sagellm.core import hookimpl\n@hookimpl\n"
 
 
 def good(
-    name: str = "mru", *, kind: str = "eviction_policy", target: str = "sagellm.core:NullEvictionPolicy"
+    name: str = "mru",
+    *,
+    kind: str = "eviction_policy",
+    target: str = NULL,
 ) -> str:
     return GOOD.format(kind=kind, name=name, target=target)
 
@@ -141,7 +145,7 @@ def test_a_name_that_two_distributions_provide_must_be_qualified(install: Instal
     registry = PluginRegistry.load()
     with pytest.raises(DuplicateProviderError) as caught:
         registry.find("eviction_policy", "mru")
-    assert "acme-mru:mru (sagellm.core:NullEvictionPolicy)" in str(caught.value)
+    assert "acme-mru:mru (sagellm.core.protocols.eviction:NullEvictionPolicy)" in str(caught.value)
     assert "other-mru:mru (sagellm.core:EvictionMetrics)" in str(caught.value)
     assert "name one of them as 'acme-mru:mru'" in str(caught.value)
     assert registry.find("eviction_policy", "other-mru:mru").distribution == "other-mru"
@@ -353,7 +357,8 @@ def test_a_target_that_exits_is_named(install: Install) -> None:
 
 def test_a_built_in_name_stays_built_in_and_the_plugin_is_listed_with_the_clash(install: Install) -> None:
     source = good("null").replace(
-        "return [", "return [Provider('eviction_policy', 'mru', 'sagellm.core:NullEvictionPolicy', ''), "
+        "return [",
+        "return [Provider('eviction_policy', 'mru', '{NULL}', ''), ",
     )
     install("acme-null", source)
     registry = PluginRegistry.load()
@@ -474,7 +479,14 @@ def test_an_object_can_be_registered_without_an_entry_point() -> None:
     class Mine:
         @hookimpl
         def sagellm_providers(self) -> list[Provider]:
-            return [Provider("eviction_policy", "mine", "sagellm.core:NullEvictionPolicy", "for a test")]
+            return [
+                Provider(
+                    "eviction_policy",
+                    "mine",
+                    NULL,
+                    "for a test",
+                )
+            ]
 
     registry = PluginRegistry()
     plugin = Mine()

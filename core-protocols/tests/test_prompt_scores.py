@@ -6,7 +6,8 @@ from array import array
 
 import pytest
 
-from sagellm.core import InvalidInputError, PromptScore, PromptScores
+from sagellm.core import InvalidInputError
+from sagellm.core.protocols.engine import PromptScore, PromptScores
 
 
 def packed(*scores: PromptScore) -> PromptScores:

@@ -12,7 +12,6 @@ import pytest
 
 from sagellm.core import (
     KINDS,
-    ChosenProvider,
     ConfigError,
     PluginError,
     PluginRegistry,
@@ -20,6 +19,7 @@ from sagellm.core import (
     QuantizationConfig,
     QuantizationGranularity,
 )
+from sagellm.core.plugins.options import ChosenProvider
 
 if TYPE_CHECKING:
     from nowhere import Unresolvable  # type: ignore[import-not-found]

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sagellm.core import EngineError, Runs, StepInput, StepOutput, verify_output
+from sagellm.core import EngineError, StepInput, StepOutput
+from sagellm.core.protocols.step import Runs, verify_output
 
 
 def ints(*values: int) -> Any:

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sagellm.core import ConfigError, Randomness, StoreKey
+from sagellm.core import ConfigError, Randomness
+from sagellm.core.store_key import StoreKey
 
 SECRET = "5eC2e7" + "0" * 58
 

@@ -9,7 +9,8 @@ from dataclasses import FrozenInstanceError
 import pytest
 from hypothesis import given, strategies as st
 
-from sagellm.core import DEFAULT_TENANT, Tenant, hash_of
+from sagellm.core import DEFAULT_TENANT, Tenant
+from sagellm.core.tenant import hash_of
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
@@ -23,7 +24,7 @@ def test_numbers_of_names_are_spread() -> None:
 
 
 def test_a_number_is_the_same_in_every_process() -> None:
-    code = "from sagellm.core import hash_of; print(hash_of('red'))"
+    code = "from sagellm.core.tenant import hash_of; print(hash_of('red'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) == hash_of("red")
 

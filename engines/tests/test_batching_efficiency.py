@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sagellm.core import Admission, RequestRows, SchedulePlan, ScheduleRequest
+from sagellm.core import RequestRows, SchedulePlan, ScheduleRequest
+from sagellm.core.protocols.scheduler_ir import Admission
 from sagellm.engines.engine_core.batching import BatchingMeter
 
 

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 import pytest
 from xxhash import xxh3_128_digest
 
-from sagellm.core import MemoryFiles, Namespace, Runtime, StoreKey, SystemFiles, pack
+from sagellm.core import Namespace, Runtime, pack
+from sagellm.core.runtime import MemoryFiles, SystemFiles
+from sagellm.core.store_key import StoreKey
 from sagellm.engines import SamplingParams
 from sagellm.testing.patience import PATIENCE_S, wait_until
 

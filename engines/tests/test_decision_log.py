@@ -11,7 +11,6 @@ import pytest
 
 from sagellm.core import (
     InvalidInputError,
-    MemoryFiles,
     OutOfBlocksError,
     Randomness,
     Runtime,
@@ -20,6 +19,7 @@ from sagellm.core import (
     UnknownRequestError,
     VirtualClock,
 )
+from sagellm.core.runtime import MemoryFiles
 from sagellm.engines import AsyncLLMEngine, SamplingParams
 from sagellm.engines.engine_core import decision_log, explanation
 
@@ -363,7 +363,7 @@ def test_waits_that_are_forgotten_say_so(make, monkeypatch):
     assert any("forgotten" in told(engine, each)[0].waited_ns for each in ids)
 
 
-def test_waits_that_explain_nobody_who_is_remembered_are_dropped_and_those_that_do_are_kept(make, monkeypatch):
+def test_waits_that_explain_nobody_who_is_remembered_are_dropped(make, monkeypatch):
     monkeypatch.setattr(decision_log, "MAX_FINISHED", 12)
     engine = make(num_blocks=24, max_num_batched_tokens=32, max_num_seqs=3, enable_prefix_caching=False)
     log = engine.client.core.scheduler.log

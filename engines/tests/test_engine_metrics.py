@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from sagellm.core import MemoryFiles, PluginRegistry, Randomness, Runtime, VirtualClock, hookimpl
+from sagellm.core import PluginRegistry, Randomness, Runtime, VirtualClock, hookimpl
+from sagellm.core.runtime import MemoryFiles
 from sagellm.engines import SamplingParams
 from sagellm.engines.text import IncrementalDetokenizer
 

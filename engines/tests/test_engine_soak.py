@@ -32,7 +32,9 @@ def churn(engine, num_requests: int, rng: random.Random, heads: Sequence[list[in
                 n=rng.choice([1, 1, 2]),
             )
             head = rng.choice(heads)
-            prompt = head[: rng.randint(0, len(head))] + [rng.randrange(3, 300) for _ in range(rng.randint(1, 60))]
+            prompt = head[: rng.randint(0, len(head))] + [
+                rng.randrange(3, 300) for _ in range(rng.randint(1, 60))
+            ]
             live.append(engine.add_request(prompt, params))
             started += 1
         for output in engine.step():

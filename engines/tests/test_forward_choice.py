@@ -9,15 +9,8 @@ import torch
 
 from sagellm.accel.native import library
 from sagellm.accel.native.library import Examination, NativeLibrary
-from sagellm.core import (
-    WHOLE,
-    NullForwardBackend,
-    PluginRegistry,
-    Provider,
-    Shard,
-    UnsupportedModelError,
-    hookimpl,
-)
+from sagellm.core import WHOLE, PluginRegistry, Provider, Shard, UnsupportedModelError, hookimpl
+from sagellm.core.protocols.forward import NullForwardBackend
 from sagellm.engines import EngineConfig, LLMEngine
 from sagellm.engines.cli.doctor.model import examine_model
 from sagellm.engines.cli.doctor.report import ExaminationContext

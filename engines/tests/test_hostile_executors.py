@@ -10,16 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sagellm.core import (
-    ExecutorProtocol,
-    NullExecutor,
-    PluginError,
-    PluginRegistry,
-    Provider,
-    Runs,
-    StepOutput,
-    hookimpl,
-)
+from sagellm.core import ExecutorProtocol, PluginError, PluginRegistry, Provider, StepOutput, hookimpl
+from sagellm.core.protocols.executor import NullExecutor
+from sagellm.core.protocols.step import Runs
 from sagellm.engines import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -14,16 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sagellm.core import (
-    EngineError,
-    InvalidInputError,
-    KVIdentity,
-    Namespace,
-    StoreKey,
-    SystemRandomAccessFile,
-    TokenIds,
-    headers_of,
-)
+from sagellm.core import EngineError, InvalidInputError, KVIdentity, Namespace, TokenIds, headers_of
+from sagellm.core.random_access import SystemRandomAccessFile
+from sagellm.core.store_key import StoreKey
 from sagellm.engines import SamplingParams
 from sagellm.kvmgr.kv_pool.saves import joined_runs
 from sagellm.testing.patience import PATIENCE_S, wait_until

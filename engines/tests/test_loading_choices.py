@@ -7,7 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from sagellm.core import CheckpointError, ConfigError, NullModelFamily, PluginRegistry, UnsupportedModelError
+from sagellm.core import CheckpointError, ConfigError, PluginRegistry, UnsupportedModelError
+from sagellm.core.protocols.model_family import NullModelFamily
 from sagellm.engines import LLMEngine
 from sagellm.engines.loading import (
     installed_families,

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sagellm.core import EngineError, PromptScores, Request, Runtime, SampledToken, TokenOutput, pack
+from sagellm.core import EngineError, Request, Runtime, TokenOutput, pack
+from sagellm.core.protocols.engine import PromptScores, SampledToken
 from sagellm.engines import SamplingParams
 from sagellm.engines.logprobs import Logprob, Logprobs, Position, PromptLogprobs
 from sagellm.engines.requests.output_processor import OutputProcessor

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.core import ConfigError, InvalidInputError, NullSchedulerIR, SageLLMError, Tenant
+from sagellm.core import ConfigError, InvalidInputError, SageLLMError, Tenant
+from sagellm.core.protocols.scheduler_ir import NullSchedulerIR
 from sagellm.engines import SamplingParams
 from sagellm.kvmgr.scheduler_ir.passes import MLFQPass, PriorityBasedPass
 

@@ -6,14 +6,8 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from sagellm.core import (
-    EngineError,
-    LogitsProcessorMetrics,
-    LogitsProcessorProtocol,
-    LogitsRequest,
-    NullLogitsProcessor,
-    pack,
-)
+from sagellm.core import EngineError, LogitsProcessorMetrics, LogitsProcessorProtocol, LogitsRequest, pack
+from sagellm.core.protocols.logits_processor import NullLogitsProcessor
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.random import philox, uniforms
 from sagellm.engines.sampling.rows import BadLogitsError, SamplingRow

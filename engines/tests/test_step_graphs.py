@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from sagellm.core import EngineError, NullEngine, StepInput
+from sagellm.core import EngineError, StepInput
+from sagellm.core.protocols.engine import NullEngine
 from sagellm.engines import SamplingParams
 
 BLOCK_SIZE = 8

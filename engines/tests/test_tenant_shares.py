@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 
-from sagellm.core import Runtime, Tenant, VirtualClock, jains_index
+from sagellm.core import Runtime, Tenant, VirtualClock
 from sagellm.engines import SamplingParams
+from sagellm.engines.metrics.fairness import jains_index
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)

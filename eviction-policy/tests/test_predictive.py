@@ -12,9 +12,9 @@ from sagellm.core import (
     EvictionCandidate,
     LifetimePrediction,
     NodeId,
-    NullLifetimePredictor,
     PredictionRequest,
 )
+from sagellm.core.protocols.lifetime import NullLifetimePredictor
 from sagellm.kvmgr.eviction import PredictiveEvictionPolicy, predictive
 from sagellm.testing import RankingEvictionPolicyContract
 

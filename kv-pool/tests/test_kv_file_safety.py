@@ -10,7 +10,9 @@ import sys
 
 import pytest
 
-from sagellm.core import ConfigError, Randomness, StoreKey, SystemRandomAccessFile
+from sagellm.core import ConfigError, Randomness
+from sagellm.core.random_access import SystemRandomAccessFile
+from sagellm.core.store_key import StoreKey
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import NVMeBackend
 from sagellm.kvmgr.kv_pool.tiers.providers import default_folder, file_tier

@@ -9,8 +9,8 @@ from sagellm.core import (
     KVOffloadProtocol,
     KVPoolProtocol,
     KVTierProtocol,
-    NullForwardBackend,
 )
+from sagellm.core.protocols.forward import NullForwardBackend
 from sagellm.kvmgr.kv_pool.plugin import sagellm_providers
 
 MEMORY = KVMemory(NullForwardBackend(), 16, 64, UNNAMED)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sagellm.core import MemoryFiles, Randomness
+from sagellm.core import Randomness
+from sagellm.core.runtime import MemoryFiles
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend, NVMeBackend
 from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from sagellm.core import BlockError, ConfigError, MemoryFiles, OutOfMemoryError, Randomness, VirtualClock
+from sagellm.core import BlockError, ConfigError, OutOfMemoryError, Randomness, VirtualClock
 from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.core.protocols.kv_tier import (
     KVTierProtocol,
@@ -16,6 +16,7 @@ from sagellm.core.protocols.kv_tier import (
     TierResult,
     run_to_end,
 )
+from sagellm.core.runtime import MemoryFiles
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend, HBMBackend, NVMeBackend
 from sagellm.kvmgr.kv_pool.tiers.classifier import HotColdClassifier

@@ -9,17 +9,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sagellm.core import (
-    GPU,
-    BlockError,
-    InvalidInputError,
-    Link,
-    NullTopology,
-    NumaNode,
-    OutOfMemoryError,
-    Topology,
-    UnknownNameError,
-)
+from sagellm.core import BlockError, InvalidInputError, OutOfMemoryError, Topology, UnknownNameError
+from sagellm.core.protocols.topology import GPU, Link, NullTopology, NumaNode
 from sagellm.kvmgr.kv_pool import BlockLocation, MigrationPlan, Placement, plan_migration
 
 LINKS = {(0, 1): "nvlink", (2, 3): "nvlink"}  # the others cross the sockets

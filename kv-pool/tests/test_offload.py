@@ -14,17 +14,17 @@ from sagellm.core import (
     BlockHeader,
     BlockId,
     EvictedBlocks,
-    Fetch,
     KVMemory,
     KVTierProtocol,
     Namespace,
-    NullKVTier,
     Runtime,
     VirtualClock,
     headers_of,
     pack,
 )
 from sagellm.core.late_kv_tier import LateKVTier
+from sagellm.core.protocols.kv_offload import Fetch
+from sagellm.core.protocols.kv_tier import NullKVTier
 from sagellm.kvmgr.kv_pool import BackendTier, DDRBackend
 from sagellm.kvmgr.kv_pool.offload import KVOffload, tiered
 from sagellm.kvmgr.kv_pool.tiers.providers import file_tier, host_tier

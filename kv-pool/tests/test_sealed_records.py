@@ -8,9 +8,10 @@ import struct
 import pytest
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from sagellm.core import KVIdentity, Randomness, StoreKey
+from sagellm.core import KVIdentity, Randomness
 from sagellm.core.kv_block import BlockHeader
 from sagellm.core.protocols.kv_tier import KVTierProtocol
+from sagellm.core.store_key import StoreKey
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend, NVMeBackend
 from sagellm.kvmgr.kv_pool.tiers.providers import file_tier

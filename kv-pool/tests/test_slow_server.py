@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import pytest
 
-from sagellm.core import Randomness, Runtime, StoreKey, VirtualClock
+from sagellm.core import Randomness, Runtime, VirtualClock
 from sagellm.core.protocols.kv_tier import KVTierProtocol, TierOutcome, TierRequest
+from sagellm.core.store_key import StoreKey
 from sagellm.kvmgr.kv_pool.tiers import resp
 from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.core import (
-    CachedNode,
-    EvictionPolicyProtocol,
-    Namespace,
-    NodeId,
-    NullEvictionPolicy,
-    VirtualClock,
-)
+from sagellm.core import CachedNode, EvictionPolicyProtocol, Namespace, NodeId, VirtualClock
+from sagellm.core.protocols.eviction import NullEvictionPolicy
 from sagellm.kvmgr.prefix_cache import PrefixNode, RadixPrefixCache
 from sagellm.kvmgr.prefix_cache.ghosts import Departure, Ghosts
 from sagellm.kvmgr.prefix_cache.node import block_keys

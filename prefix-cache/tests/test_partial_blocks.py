@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.core import BlockError, Namespace, PartialMatch, VirtualClock
+from sagellm.core import BlockError, Namespace, VirtualClock
+from sagellm.core.protocols.prefix_cache import PartialMatch
 from sagellm.kvmgr.prefix_cache import CrossRequestKVCache, RadixPrefixCache
 from sagellm.kvmgr.prefix_cache.node import count_common_tokens
 

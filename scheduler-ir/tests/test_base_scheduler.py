@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from sagellm.core import ConfigError, EngineError, NullSchedulerPass, ScheduleIR, TokenIds, VirtualClock
+from sagellm.core import ConfigError, EngineError, ScheduleIR, TokenIds, VirtualClock
 from sagellm.core.ids import RequestId
+from sagellm.core.protocols.scheduler_ir import NullSchedulerPass
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, PrefixHit, SchedulePlan, ScheduleRequest
 from sagellm.testing.schedule_simulation import ScheduleSimulation
 from sagellm.testing.scheduler import SchedulerContract

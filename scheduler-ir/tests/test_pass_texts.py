@@ -13,8 +13,9 @@ from typing import NamedTuple
 import pytest
 
 import sagellm.kvmgr.scheduler_ir.passes as every_pass
-from sagellm.core import SchedulerPassProtocol, schedule_from_text
+from sagellm.core import SchedulerPassProtocol
 from sagellm.core.schedule_verifier import verify_rewrite
+from sagellm.kvmgr.scheduler_ir.schedule_text import schedule_from_text, schedule_to_text
 
 FOLDER = Path(__file__).parent / "passes"
 
@@ -68,8 +69,8 @@ def test_a_pass_decides(name: str, case: Case) -> None:
 @pytest.mark.parametrize(("name", "case"), parameters())
 def test_its_schedule_is_printed_as_it_was_read(name: str, case: Case) -> None:
     del name
-    text = schedule_from_text(case.given).to_text()
-    assert schedule_from_text(text).to_text() == text
+    text = schedule_to_text(schedule_from_text(case.given))
+    assert schedule_to_text(schedule_from_text(text)) == text
 
 
 def test_every_pass_has_examples() -> None:

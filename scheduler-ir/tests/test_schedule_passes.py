@@ -21,6 +21,7 @@ from sagellm.kvmgr.scheduler_ir import (
     ScheduleRequest,
     SchedulerPassProtocol,
 )
+from sagellm.kvmgr.scheduler_ir.schedule_text import schedule_to_text
 from sagellm.testing.schedule_simulation import ScheduleSimulation
 from sagellm.testing.schedule_states import make_ir
 from sagellm.testing.scheduler import FAULTS, TWO_OF_EACH
@@ -164,7 +165,7 @@ def test_a_pass_sees_rows_in_their_orders_and_the_time() -> None:
     texts: list[str] = []
 
     def look(ir: ScheduleIR) -> ScheduleIR:
-        texts.append(ir.to_text())
+        texts.append(schedule_to_text(ir))
         return ir
 
     scheduler(look, decide_orders_and_caps, decide_the_rest, look).schedule(**state())

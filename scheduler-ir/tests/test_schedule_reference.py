@@ -17,6 +17,7 @@ from sagellm.kvmgr.scheduler_ir import (
     ScheduleRequest,
 )
 from sagellm.kvmgr.scheduler_ir.hits import PrefixHits
+from sagellm.kvmgr.scheduler_ir.schedule_text import schedule_to_text
 from sagellm.kvmgr.scheduler_ir.step import Step
 from sagellm.testing.schedule_states import decoding_request, make_ir, random_state
 
@@ -142,7 +143,7 @@ def states(seed: int, num_states: int) -> list[ScheduleIR]:
 def test_plans_equal_those_of_the_reference(seed: int) -> None:
     for ir in states(seed, 300):
         plan = Step(ir, PrefixHits(None, lambda: 0, ir.block_size)).plan()
-        assert found(plan) == Reference(ir).values(), ir.to_text()
+        assert found(plan) == Reference(ir).values(), schedule_to_text(ir)
 
 
 @pytest.mark.full

@@ -22,9 +22,6 @@ from sagellm.core import (
     Tenant,
     TokenIds,
     VirtualClock,
-    emit_ir,
-    print_changed,
-    schedule_from_text,
 )
 from sagellm.core.ids import RequestId
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
@@ -38,6 +35,8 @@ from sagellm.kvmgr.scheduler_ir.passes import (
 )
 from sagellm.kvmgr.scheduler_ir.passes.estimates import num_prompt_tokens_within
 from sagellm.kvmgr.scheduler_ir.pipeline import PassPipeline
+from sagellm.kvmgr.scheduler_ir.schedule_text import schedule_from_text, schedule_to_text
+from sagellm.kvmgr.scheduler_ir.schedule_watchers import emit_ir, print_changed
 
 
 def request(name: str, num_prompt_tokens: int = 16, **values: Any) -> ScheduleRequest:
@@ -272,7 +271,7 @@ def test_watchers_see_each_pass_and_its_effect() -> None:
     assert changed.getvalue() == "step 7: priority: order pending 1 0\n"
     first, second = printed.getvalue().split("// after ")[1:]
     assert (first.splitlines()[0], second.splitlines()[0]) == ("priority", "fair-share")
-    assert schedule_from_text(second.partition("\n")[2]).to_text() == ir.to_text()
+    assert schedule_to_text(schedule_from_text(second.partition("\n")[2])) == schedule_to_text(ir)
 
 
 def test_a_pass_that_fails_to_observe_is_named() -> None:

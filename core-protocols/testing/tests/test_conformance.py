@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sagellm.core import ConfigError, NullKVAllocator, PluginError, UnknownProviderError
+from sagellm.core import ConfigError, PluginError, UnknownProviderError
+from sagellm.core.protocols.kv_allocator import NullKVAllocator
 from sagellm.testing.calls import Calls
 from sagellm.testing.conformance import Conformance, ProviderReport
 from sagellm.testing.conformance.aspects import ASPECTS, CONTRACT, aspect_of
@@ -18,7 +19,8 @@ from sagellm.testing.patience import PATIENCE_S, wait_until
 
 PLUGIN = """
 import os, signal, time
-from sagellm.core import ConfigError, NullKVAllocator, Provider, hookimpl
+from sagellm.core import ConfigError, Provider, hookimpl
+from sagellm.core.protocols.kv_allocator import NullKVAllocator
 
 class Allocator(NullKVAllocator):
     pass
@@ -78,7 +80,7 @@ def test_a_test_that_hangs_is_ended_and_the_others_go_on(check):
     report = check("def _hang(self, block_ids): hang_up(); time.sleep(1000)\nAllocator.all_allocated = _hang")
     rules = outcomes(report)
     assert report.faults[0].found == (
-        "_hang() did not return within 0.5 s (it was at my_plugin.py, line 11, in _hang); "
+        "_hang() did not return within 0.5 s (it was at my_plugin.py, line 12, in _hang); "
         "its process was ended"
     )
     assert rules["everything is free at first"] == "passed"
@@ -87,14 +89,14 @@ def test_a_test_that_hangs_is_ended_and_the_others_go_on(check):
 
 def test_a_method_that_hangs_before_any_test_is_named(check):
     report = check(
-        "from sagellm.core import NullEvictionPolicy\n"
+        "from sagellm.core.protocols.eviction import NullEvictionPolicy\n"
         "class Allocator(NullEvictionPolicy):\n    def victim(self): hang_up(); time.sleep(1000)",
         kind="eviction_policy",
     )
     (fault,) = report.faults
     assert fault.rule == "victim returns"
     assert fault.found.startswith(
-        "victim() did not return within 0.5 s (it was at my_plugin.py, line 13, in "
+        "victim() did not return within 0.5 s (it was at my_plugin.py, line 14, in "
     )
 
 
@@ -108,7 +110,7 @@ def test_a_method_that_hangs_before_any_test_is_named(check):
 @pytest.mark.parametrize("method", ["__init__", "victim"])
 def test_a_method_that_ends_the_process_before_any_test_is_named(check, method, end, found):
     report = check(
-        "from sagellm.core import NullEvictionPolicy\n"
+        "from sagellm.core.protocols.eviction import NullEvictionPolicy\n"
         f"class Allocator(NullEvictionPolicy):\n    def {method}(self): {end}",
         kind="eviction_policy",
     )
@@ -171,7 +173,7 @@ def test_what_the_kit_could_not_call_is_not_checked_until_it_is_given_a_sample(c
 
 
 OWN_METHOD = """
-from sagellm.core import NullPrefixCache
+from sagellm.core.protocols.prefix_cache import NullPrefixCache
 class Allocator(NullPrefixCache):
     def make_room(self, num_blocks, namespace): return []
     def metrics(self): return super().metrics()
@@ -210,7 +212,7 @@ def test_a_plugin_that_does_not_import_cannot_be_checked(check):
 
 
 def test_a_plugin_that_hangs_at_import_cannot_be_checked(check):
-    where = r"no answer within 0.5 s \(it was at my_plugin.py, line 11, in <module>\)"
+    where = r"no answer within 0.5 s \(it was at my_plugin.py, line 12, in <module>\)"
     with pytest.raises(PluginError, match=where):
         check("hang_up(); time.sleep(1000)")
 
@@ -241,7 +243,7 @@ def test_a_provider_that_asks_for_options_is_not_checked(check):
 
 
 POLICY = """
-from sagellm.core import NullEvictionPolicy
+from sagellm.core.protocols.eviction import NullEvictionPolicy
 class Allocator(NullEvictionPolicy):
     def __init__(self, *, phase, moons=1):
         assert (phase, moons) == ("full", 2)
@@ -308,7 +310,7 @@ def test_calls_are_told_without_questions_and_lists_by_their_beginning():
 def test_one_mistake_is_one_cause_whatever_rule_it_breaks(check):
     report = check("def _free(self, block_ids): raise LookupError(len(block_ids))\nAllocator.free = _free")
     assert len({fault.rule for fault in report.faults}) > 1
-    assert {fault.cause for fault in report.faults} == {"LookupError (my_plugin.py, line 11, in _free)"}
+    assert {fault.cause for fault in report.faults} == {"LookupError (my_plugin.py, line 12, in _free)"}
 
 
 def test_what_a_rule_alone_sees_has_no_cause():

@@ -26,7 +26,7 @@ def test_on_a_gpu(): pass
 """
 OF_THE_KIT = """
 from sagellm.testing import KVAllocatorContract
-from sagellm.core import NullKVAllocator
+from sagellm.core.protocols.kv_allocator import NullKVAllocator
 
 class TestMine(KVAllocatorContract):
     def make(self, total_blocks):

@@ -9,8 +9,6 @@ import pytest
 
 from sagellm.core import (
     EvictionPolicyProtocol,
-    NullCheckpointFormat,
-    NullKVTier,
     PluginError,
     PluginRegistry,
     Provider,
@@ -18,6 +16,8 @@ from sagellm.core import (
     UnsupportedModelError,
     hookimpl,
 )
+from sagellm.core.protocols.checkpoint_format import NullCheckpointFormat
+from sagellm.core.protocols.kv_tier import NullKVTier
 from sagellm.engines import EngineConfig
 from sagellm.engines.config.schema import flat_to_dotted
 from sagellm.engines.loading.format_and_family import (
@@ -27,6 +27,10 @@ from sagellm.engines.loading.format_and_family import (
 )
 from sagellm.engines.machine import read_topology
 from sagellm.lab.traces.read import read_trace
+
+NULL = "sagellm.core.protocols.eviction:NullEvictionPolicy"
+NULL_FORMAT = "sagellm.core.protocols.checkpoint_format:NullCheckpointFormat"
+
 
 KINDS_AND_SETTINGS = {
     "engine": {"engine_kind": "exit"},
@@ -57,7 +61,7 @@ class Exits:
 
     @hookimpl
     def sagellm_providers(self) -> list[Provider]:
-        return [Provider(kind, "exit", "sagellm.core:NullEvictionPolicy", "") for kind in self.kinds]
+        return [Provider(kind, "exit", NULL, "") for kind in self.kinds]
 
 
 def registry_with(monkeypatch, *kinds: str) -> PluginRegistry:
@@ -139,7 +143,7 @@ def test_an_observer_that_exits_stops_nothing(make_engine):
 
 
 def test_a_logits_processor_that_exits_ends_only_its_request(make_engine, monkeypatch):
-    from sagellm.core import NullLogitsProcessor
+    from sagellm.core.protocols.logits_processor import NullLogitsProcessor
 
     class Ends(NullLogitsProcessor):
         def start(self, request):
@@ -188,7 +192,10 @@ CALLS_IN_STEPS = {
 """How requests end whose step a module ends, by kind and method."""
 
 LOGGED = {
-    ("scheduler_pass", "run"): rf"scheduler_pass 'null' of acme 3 failed and is removed .*: {WHERE}Quits: gone",
+    (
+        "scheduler_pass",
+        "run",
+    ): rf"scheduler_pass 'null' of acme 3 failed and is removed .*: {WHERE}Quits: gone",
     ("scheduler_pass", "observe"): rf"scheduler_pass 'null' of acme 3 .* removed .*: {WHERE}Quits: gone",
     ("eviction_policy", "on_insert"): "eviction policy .*Acme failed",
     ("lifetime_predictor", "predict"): rf"the lifetime predictor failed, 1 times so far: {WHERE}Quits: gone",
@@ -227,7 +234,7 @@ def engine_with(make_engine, monkeypatch, kind: str, method: str, error: BaseExc
     class Offers:
         @hookimpl
         def sagellm_providers(self) -> list[Provider]:
-            return [Provider(kind, name.removeprefix("acme:"), "sagellm.core:NullEvictionPolicy", "")]
+            return [Provider(kind, name.removeprefix("acme:"), NULL, "")]
 
     registry.register(Offers(), distribution="acme", version="3")
     resolve = registry.resolve
@@ -340,7 +347,14 @@ def test_a_checkpoint_format_with_an_option_that_nothing_can_set_is_left_out(mon
     class Offer:
         @hookimpl
         def sagellm_providers(self):
-            return [Provider("checkpoint_format", "moon", "sagellm.core:NullCheckpointFormat", "")]
+            return [
+                Provider(
+                    "checkpoint_format",
+                    "moon",
+                    NULL_FORMAT,
+                    "",
+                )
+            ]
 
     registry = PluginRegistry.load()
     registry.register(Offer(), distribution="acme", version="3")

@@ -14,13 +14,13 @@ from sagellm.core import (
     ConfigError,
     KVMemory,
     Namespace,
-    NullKVTier,
     TierRequest,
     TraceRequest,
     headers_of,
     pack,
     run_to_end,
 )
+from sagellm.core.protocols.kv_tier import NullKVTier
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.kvmgr.kv_pool.offload import KVOffload
 from sagellm.lab.simulation.costed_tier import CostedKVTier, NoBytes

@@ -19,7 +19,7 @@ IMPLEMENTATION = """
 from dataclasses import dataclass
 
 from sagellm.accel import Int8Quantizer
-from sagellm.core import NullSchedulerPass
+from sagellm.core.protocols.scheduler_ir import NullSchedulerPass
 from sagellm.engines.forward.torch_backend import TorchForwardBackend
 
 MADE = []

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.core import (
-    InvalidInputError,
-    MissExplanation,
-    Request,
-    RequestId,
-    SequenceId,
-    UnknownRequestError,
-    pack,
-)
+from sagellm.core import InvalidInputError, Request, RequestId, SequenceId, UnknownRequestError, pack
+from sagellm.core.protocols.prefix_cache import MissExplanation
 from sagellm.engines.engine_core.request_log import RequestLog
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.requests.queued_request import QueuedSequence

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from sagellm.core import EngineError, ExtraArg, Namespace, PromptScores, Runtime, SequenceId
+from sagellm.core import EngineError, ExtraArg, Namespace, Runtime, SequenceId
+from sagellm.core.protocols.engine import PromptScores
 from sagellm.engines import InputProcessor, SampledToken, SamplingParams
 from sagellm.engines.engine_core import TokenOutput
 from sagellm.engines.requests.input_processor import RequestLimits

@@ -118,7 +118,14 @@ def test_commands_change_the_conversation(engine, tmp_path):
 
 
 def test_sampling_parameters_are_shown_and_set(engine):
-    lines = ["/set", "/set temperature", "/set temperature=0.7", "/set --top-k 40", "/set stop ###", "/set tmp 1"]
+    lines = [
+        "/set",
+        "/set temperature",
+        "/set temperature=0.7",
+        "/set --top-k 40",
+        "/set stop ###",
+        "/set tmp 1",
+    ]
     lines += ["/set top_p 3", "/set stop [a, 7]", "/set max_tokens null", "/set temperature {", "/set seed 5"]
     session = converse(engine, *lines)
     every, *told = session.terminal.texts("told")

@@ -349,7 +349,8 @@ def test_a_plugin_that_is_broken_is_named_and_stops_only_what_needs_it(sage, che
 
 
 _FAILING = """
-from sagellm.core import NullLogitsProcessor, Provider, hookimpl
+from sagellm.core import Provider, hookimpl
+from sagellm.core.protocols.logits_processor import NullLogitsProcessor
 
 class Failing(NullLogitsProcessor):
     def start(self, request):

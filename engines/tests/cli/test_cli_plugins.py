@@ -27,7 +27,8 @@ def sagellm_providers():
     ]
 """
 THIEVES = """
-from sagellm.core import NullKVAllocator, Provider, hookimpl
+from sagellm.core import Provider, hookimpl
+from sagellm.core.protocols.kv_allocator import NullKVAllocator
 
 class Moon(NullKVAllocator):
     def free(self, block_ids):
@@ -41,7 +42,8 @@ def sagellm_providers():
     return [Provider("kv_allocator", name.lower(), f"{__name__}:{name}", "") for name in ("Moon", "Mars")]
 """
 WITH_OPTIONS = """
-from sagellm.core import NullEvictionPolicy, Provider, hookimpl
+from sagellm.core import Provider, hookimpl
+from sagellm.core.protocols.eviction import NullEvictionPolicy
 
 class Moon(NullEvictionPolicy):
     def __init__(self, phase):
@@ -265,7 +267,8 @@ def test_check_tells_a_fault_of_several_once(sage, install):
 
 
 FORGETFUL = """
-from sagellm.core import LifetimeMetrics, NullLifetimePredictor, Provider, hookimpl
+from sagellm.core import LifetimeMetrics, Provider, hookimpl
+from sagellm.core.protocols.lifetime import NullLifetimePredictor
 
 class Forgetful(NullLifetimePredictor):
     def update(self, *, sequence_id, actual_length, actual_time):
@@ -347,7 +350,8 @@ def test_info_leaves_out_what_an_engine_gives_and_says_what_is_required(sage):
 
 
 _FORMAT = """
-from sagellm.core import NullCheckpointFormat, Provider, hookimpl
+from sagellm.core import Provider, hookimpl
+from sagellm.core.protocols.checkpoint_format import NullCheckpointFormat
 
 class Moon(NullCheckpointFormat):
     def __init__(self, phase="full", **_):

@@ -6,19 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from sagellm.core import (
-    CPU,
-    GPU,
-    Cache,
-    Link,
-    NetworkInterface,
-    NullTopology,
-    NumaNode,
-    Topology,
-    TopologyMetrics,
-    TopologyProtocol,
-    UnknownProviderError,
-)
+from sagellm.core import Topology, TopologyMetrics, TopologyProtocol, UnknownProviderError
+from sagellm.core.protocols.topology import CPU, GPU, Cache, Link, NetworkInterface, NullTopology, NumaNode
 from sagellm.engines.cli import topology as command
 from sagellm.engines.machine import describe_machine
 from sagellm.engines.sizes import format_bytes

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 
 from sagellm.comm.tree import Tree, parse_ids
-from sagellm.core import CPU, Cache
+from sagellm.core.protocols.topology import CPU, Cache
 
 _CPU = "/sys/devices/system/cpu"
 _SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from sagellm.comm.tree import Tree
-from sagellm.core import GPU, Link
+from sagellm.core.protocols.topology import GPU, Link
 
 _IS_ACTIVE = 1
 _REMOTE_IS_SWITCH = 2

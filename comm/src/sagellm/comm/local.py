@@ -14,17 +14,8 @@ from sagellm.comm.cpu import read_cpu
 from sagellm.comm.gpu import read_gpus
 from sagellm.comm.memory import Memory, read_memory
 from sagellm.comm.tree import Tree
-from sagellm.core import (
-    GPU,
-    Link,
-    NetworkInterface,
-    NullTopology,
-    NumaNode,
-    Topology,
-    TopologyMetrics,
-    TopologyProtocol,
-    get_logger,
-)
+from sagellm.core import Topology, TopologyMetrics, TopologyProtocol, get_logger
+from sagellm.core.protocols.topology import GPU, Link, NetworkInterface, NullTopology, NumaNode
 
 _logger = get_logger(__name__)
 

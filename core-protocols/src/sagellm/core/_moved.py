@@ -1,10 +1,10 @@
-"""Old import paths of modules that moved in 0.2: they work until 0.3, and warn."""
+"""Old import paths of what moved in 0.2: they work until 0.3, and warn."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -12,7 +12,12 @@ from typing import Any
 
 _MOVED = {
     "sagellm.core.conformance": "sagellm.testing.conformance",
+    "sagellm.core.graph_text": "sagellm.engines.worker.graph_text",
+    "sagellm.core.metrics": "sagellm.engines.metrics",
+    "sagellm.core.schedule_text": "sagellm.kvmgr.scheduler_ir.schedule_text",
+    "sagellm.core.schedule_watchers": "sagellm.kvmgr.scheduler_ir.schedule_watchers",
     "sagellm.core.testing": "sagellm.testing",
+    "sagellm.core.tracing": "sagellm.engines.tracing",
     "sagellm.engines.bench": "sagellm.lab.bench",
     "sagellm.engines.http": "sagellm.server.http",
     "sagellm.engines.input_processor": "sagellm.engines.requests.input_processor",
@@ -30,6 +35,71 @@ _MOVED = {
     "sagellm.engines.text.process": "sagellm.server.text_process",
     "sagellm.engines.traces": "sagellm.lab.traces",
 }
+
+_MOVED_NAMES = {
+    "sagellm.core.execution_graph": "FORWARD_KINDS NodeKind",
+    "sagellm.core.lifetime_scores": "LifetimeScores predicted_length",
+    "sagellm.core.namespace": "PUBLIC",
+    "sagellm.core.plugins.options": "ChosenProvider ProviderOption",
+    "sagellm.core.plugins.provider": "Kind",
+    "sagellm.core.plugins.registry": "InstalledCommand InstalledPlugin InstalledProvider",
+    "sagellm.core.protocols.attention": "NullAttentionBackend",
+    "sagellm.core.protocols.checkpoint_format": "NullCheckpointFormat",
+    "sagellm.core.protocols.engine": """
+        EngineInfo EngineSequence NullEngine PromptScore PromptScores RequestLimits STEP_TOKEN_BOUNDS
+        SampledToken
+    """,
+    "sagellm.core.protocols.eviction": "NullEvictionPolicy",
+    "sagellm.core.protocols.executor": "NullExecutor",
+    "sagellm.core.protocols.forward": "NullForwardBackend",
+    "sagellm.core.protocols.kv_allocator": "NullKVAllocator",
+    "sagellm.core.protocols.kv_offload": "Fetch FetchRule KVAccess NullKVOffload OffloadMetrics",
+    "sagellm.core.protocols.kv_pool": "NullKVPool",
+    "sagellm.core.protocols.kv_saves": "NullKVSaves SavePhase",
+    "sagellm.core.protocols.kv_tier": "NullKVTier TierAction",
+    "sagellm.core.protocols.lifetime": "NullLifetimePredictor check_observation",
+    "sagellm.core.protocols.logits_processor": "NullLogitsProcessor",
+    "sagellm.core.protocols.model_family": "NullModelFamily",
+    "sagellm.core.protocols.model_spec": "TRANSFORMERS_CLASS",
+    "sagellm.core.protocols.prefix_cache": """
+        CachedRun MissExplanation NullPrefixCache PartialMatch PinResult PinnedPrefix
+    """,
+    "sagellm.core.protocols.quantizer": "NullQuantizer",
+    "sagellm.core.protocols.scheduler_ir": """
+        Admission NullSchedulerIR NullSchedulerPass PassWatcher ScheduledRequest
+    """,
+    "sagellm.core.protocols.step": """
+        BlockUpdates CopyBlocks KVOp ReadBlocks Runs Scored Seat SeatArrival WriteBlocks verify_output
+    """,
+    "sagellm.core.protocols.topology": "CPU Cache GPU Link NetworkInterface NullTopology NumaNode",
+    "sagellm.core.protocols.trace": "NullTraceReader",
+    "sagellm.core.random_access": "MemoryRandomAccessFile RandomAccessFile SystemRandomAccessFile",
+    "sagellm.core.request": "RequestRecord StepRecord",
+    "sagellm.core.runtime": "Files MemoryFiles SystemFiles",
+    "sagellm.core.tenant": "hash_of",
+    "sagellm.engines.metrics.cache": """
+        PromptBlocks block_sharing_fraction external_fragmentation gap_closed internal_fragmentation
+        mean_block_sharing_fraction memory_use_gain re_prefill_rate sharing_fraction_source
+        token_hit_rate token_saving token_utilisation utilisation
+    """,
+    "sagellm.engines.metrics.fairness": "BatchStep batching_efficiency jains_index",
+    "sagellm.engines.metrics.flops": """
+        attention_flops decode_flops layer_flops logits_flops mlp_flops prefill_flops projection_flops
+    """,
+    "sagellm.engines.metrics.latency": """
+        LatencySummary RequestTimes goodput itl_s percentile summarise throughput total_throughput
+        tpot_s ttft_s
+    """,
+    "sagellm.engines.metrics.lifetime": """
+        lifetime_mae median_mae within_10_percent within_10_percent_or_5_tokens
+    """,
+    "sagellm.engines.metrics.roofline": "MFUResult bandwidth_use roofline_ratio",
+    "sagellm.engines.tracing": "ChromeTraceWriter NullTrace TraceValue TraceWriter",
+    "sagellm.engines.worker.graph_text": "GraphShapes",
+    "sagellm.kvmgr.scheduler_ir.schedule_text": "schedule_from_text schedule_to_text",
+    "sagellm.kvmgr.scheduler_ir.schedule_watchers": "PASS_WATCHERS emit_ir print_changed",
+}
+"""What `sagellm.core` itself had before 0.2, by the module that has it now."""
 
 
 class _Alias:
@@ -83,3 +153,18 @@ def find_moved_modules() -> None:
     """Let old names be imported, from now on."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, _MovedModules())
+
+
+def with_moved_names(package: str, own: Callable[[str], object]) -> Callable[[str], object]:
+    """Return a module's `__getattr__` that also knows the names that moved, and warns of each use."""
+    module_of = {name: module for module, names in _MOVED_NAMES.items() for name in names.split()}
+
+    def __getattr__(name: str) -> object:
+        module = module_of.get(name)
+        if module is None:
+            return own(name)
+        told = f"{package}.{name} is {module}.{name} now; the old name goes with 0.3"
+        warnings.warn(told, DeprecationWarning, stacklevel=2)
+        return getattr(import_module(module), name)
+
+    return __getattr__

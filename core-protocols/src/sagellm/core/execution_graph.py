@@ -101,20 +101,6 @@ class ExecutionGraph:
                     )
         self._verify_rows()
 
-    def to_text(self) -> str:
-        """Print one line per node."""
-        from sagellm.core.graph_text import graph_to_text
-
-        return graph_to_text(self)
-
-    def to_dot(self) -> str:
-        """Draw the graph in the DOT language of Graphviz."""
-        from sagellm.core.graph_text import GraphShapes
-
-        shapes = GraphShapes()
-        shapes.add(self)
-        return shapes.to_dot()
-
     def _verify_rows(self) -> None:
         computed = sorted(row for node in self.nodes if node.kind in FORWARD_KINDS for row in node.rows)
         if computed != list(range(self.num_rows)):

@@ -6,7 +6,16 @@ from array import array
 
 import pytest
 
-from sagellm.core import ConfigError, goodput, itl_s, percentile, throughput, total_throughput, tpot_s, ttft_s
+from sagellm.core import ConfigError
+from sagellm.engines.metrics.latency import (
+    goodput,
+    itl_s,
+    percentile,
+    throughput,
+    total_throughput,
+    tpot_s,
+    ttft_s,
+)
 from sagellm.lab.bench import Limits, compare_results, spread
 from sagellm.lab.bench.answer import EventSplitter
 from sagellm.lab.bench.driver import LoadRun

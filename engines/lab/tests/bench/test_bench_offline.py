@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sagellm.core import ConfigError, decode_flops, prefill_flops
+from sagellm.core import ConfigError
 from sagellm.engines import LLMEngine
+from sagellm.engines.metrics.flops import decode_flops, prefill_flops
 from sagellm.engines.testing import make_checkpoint
 from sagellm.lab.bench import (
     BenchmarkError,

@@ -164,7 +164,9 @@ def test_the_failure_of_a_scheduler_pass_is_shown(make_engine, run_engine, sage,
     assert "KeyError: 'gone'" in shown.err
     assert shown.out.splitlines()[2].split() == ["share", "none"]
     assert "KeyError: 'gone'" in sage("llm", "scheduler", "stats", "--json").json["failed_fair-share"]
-    assert "one: the scheduler pass fair-share failed and was removed: " in sage("llm", "engine", "status").err
+    assert (
+        "one: the scheduler pass fair-share failed and was removed: " in sage("llm", "engine", "status").err
+    )
     (status,) = sage("llm", "engine", "status", "--json").json["engines"]
     assert list(status["pass_failures"]) == ["fair-share"]
     sage("llm", "scheduler", "passes", "share=none")

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, processors
 
-from sagellm.core import PromptScores, Request, Runtime, SampledToken, TokenOutput, pack
+from sagellm.core import Request, Runtime, TokenOutput, pack
+from sagellm.core.protocols.engine import PromptScores, SampledToken
 from sagellm.engines import SamplingParams
 from sagellm.engines.requests.output_processor import OutputProcessor
 from sagellm.engines.requests.queued_request import QueuedRequest

@@ -8,7 +8,7 @@ import json
 import httpx
 import pytest
 
-from sagellm.core import PromptScores
+from sagellm.core.protocols.engine import PromptScores
 from sagellm.engines import SamplingParams
 from sagellm.engines.logprobs import Logprobs, Position, PromptLogprobs
 from sagellm.engines.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput

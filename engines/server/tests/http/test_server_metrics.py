@@ -323,7 +323,10 @@ def test_modules_that_failed_are_counted_by_kind():
         page = ServerMetrics("small").render(engine, EngineConfig()).decode()
         families = {family.name: family for family in text_string_to_metric_families(page)}
         counts.append(
-            [value(families, *["failed_modules"] * 2, kind=kind) for kind in ("eviction_policy", "scheduler_pass")]
+            [
+                value(families, *["failed_modules"] * 2, kind=kind)
+                for kind in ("eviction_policy", "scheduler_pass")
+            ]
         )
     assert counts == [[0, 0], [1, 2]]
 

@@ -21,7 +21,8 @@ def sagellm_providers():
     return [Provider("engine", "acme", "acme_engine:AcmeEngine", "counts on from the prompt")]
 """
 ENGINE = """
-from sagellm.core import EngineInfo, EngineMetrics, EngineProtocol, RequestLimits, SampledToken, TokenOutput
+from sagellm.core import EngineMetrics, EngineProtocol, TokenOutput
+from sagellm.core.protocols.engine import EngineInfo, RequestLimits, SampledToken
 
 class AcmeEngine(EngineProtocol):
     def __init__(self, config, *, registry, runtime, stride=1):

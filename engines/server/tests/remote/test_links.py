@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sagellm.core import RequestLimits, Runtime, SampledToken, SequenceId, Tenant, TokenOutput
+from sagellm.core import Runtime, SequenceId, Tenant, TokenOutput
+from sagellm.core.protocols.engine import RequestLimits, SampledToken
 from sagellm.engines import InputProcessor, SamplingParams
 from sagellm.engines.requests.queued_request import QueuedRequest, QueuedSequence
 from sagellm.server.remote import CoreServer, links

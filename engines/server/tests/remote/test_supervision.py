@@ -19,15 +19,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sagellm.core import (
-    ConfigError,
-    EngineDeadError,
-    EngineError,
-    PromptScores,
-    SampledToken,
-    TokenOutput,
-    VirtualClock,
-)
+from sagellm.core import ConfigError, EngineDeadError, EngineError, TokenOutput, VirtualClock
+from sagellm.core.protocols.engine import PromptScores, SampledToken
 from sagellm.core.runtime_folder import runtime_folder
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.engine_client import RESPONSIVE_S
@@ -308,7 +301,7 @@ def speak(tmp_path, monkeypatch):
 
 
 def hello(**changes) -> bytes:
-    from sagellm.core import RequestLimits
+    from sagellm.core.protocols.engine import RequestLimits
 
     values = {
         "config": {},

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from sagellm.core import DeadlyRequestError, Namespace, RequestLimits, Runtime, Tenant
+from sagellm.core import DeadlyRequestError, Namespace, Runtime, Tenant
+from sagellm.core.protocols.engine import RequestLimits
 from sagellm.engines import InputProcessor, SamplingParams
 from sagellm.engines.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sagellm.engines.requests.queued_request import QueuedRequest

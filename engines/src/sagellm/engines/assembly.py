@@ -12,24 +12,20 @@ from weakref import finalize
 from sagellm.core import (
     WHOLE,
     CheckpointError,
-    ChromeTraceWriter,
     Clock,
     ConfigError,
-    EngineInfo,
     EngineProtocol,
     InvalidRequestError,
     KVLayout,
     ModelGeometry,
     ModelSpec,
-    NullTrace,
     PluginRegistry,
     ProviderSpec,
-    RequestLimits,
     Runtime,
-    TraceWriter,
     UnsupportedModelError,
     get_logger,
 )
+from sagellm.core.protocols.engine import EngineInfo, RequestLimits
 from sagellm.engines.attention.progress_hook import ProgressHook, ProgressReportingAttention
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_core.building import CorePlan, build_core
@@ -46,6 +42,7 @@ from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import open_tokenizer
 from sagellm.engines.modules import Modules as Modules, engine, logits_processors
 from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.tracing import ChromeTraceWriter, NullTrace, TraceWriter
 from sagellm.engines.worker.building import build_worker
 
 if TYPE_CHECKING:

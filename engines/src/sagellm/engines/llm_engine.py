@@ -44,7 +44,8 @@ from sagellm.engines.vllm_calls import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from sagellm.core import ExecutionGraph, PluginRegistry, Runtime
+    from sagellm.core import PluginRegistry, Runtime
+    from sagellm.core.execution_graph import ExecutionGraph
     from sagellm.engines.beam_search import BeamSearchOutput, BeamSearchParams
     from sagellm.engines.engine_core.explanation import RequestExplanation
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeVar, overload
 
-from sagellm.core import EngineError, PromptScores
+from sagellm.core import EngineError
+from sagellm.core.protocols.engine import PromptScores
 from sagellm.engines.text.detokenizer import NO_TEXT, Decoders, TokenText, TokenwiseDetokenizer
 
 T = TypeVar("T")

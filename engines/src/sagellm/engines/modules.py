@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import (
-    ChosenProvider,
     ConfigError,
     EngineProtocol,
     ExtraArg,
@@ -16,6 +15,7 @@ from sagellm.core import (
     Runtime,
     get_logger,
 )
+from sagellm.core.plugins.options import ChosenProvider
 from sagellm.engines.config.schema import SETTINGS, EngineConfig
 
 if TYPE_CHECKING:

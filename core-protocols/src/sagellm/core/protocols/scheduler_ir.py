@@ -186,12 +186,6 @@ class ScheduleIR:
                 caps[decision.rows] = np.minimum(caps[decision.rows], int(decision.value or 0))
         return caps
 
-    def to_text(self) -> str:
-        """Print limits, rows and decisions; `schedule_from_text` reads them back."""
-        from sagellm.core.schedule_text import schedule_to_text
-
-        return schedule_to_text(self)
-
     def updated(self, **values: Any) -> Self:
         """Return a copy with other values: `replace`, for fields only, in 1 µs."""
         copy = unchecked(type(self), self.__dict__, **values)
@@ -340,7 +334,7 @@ class PassMetrics:
 
 @dataclass(kw_only=True)
 class SchedulerMetrics:
-    """Counts since the scheduler was made. Batching efficiency is explained in `sagellm.core.metrics`."""
+    """Counts since the scheduler was made. Batching efficiency is explained in `sagellm.engines.metrics`."""
 
     num_steps: int = 0
     num_scheduled_tokens: int = 0
@@ -449,10 +443,11 @@ class SchedulerIRProtocol(ABC):
     def metrics(self) -> SchedulerMetrics:
         """Return the counts so far."""
 
-    def watch(self, watcher: PassWatcher) -> None:
+    def watch(self, watcher: PassWatcher | str) -> None:
         """Show what every pass decides, from the next step on.
 
-        Raises ConfigError unless this scheduler implements it.
+        A text is `scheduler.print`: what the scheduler itself prints on standard error. Raises ConfigError
+        unless this scheduler implements it.
         """
         raise ConfigError(f"the scheduler {type(self).__name__} does not show what its passes decide")
 

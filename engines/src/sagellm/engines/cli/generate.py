@@ -85,8 +85,8 @@ def _drawing(engine: LLMEngine, path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    from sagellm.core import GraphShapes
     from sagellm.engines.whole_file import whole_file
+    from sagellm.engines.worker.graph_text import GraphShapes
 
     shapes = GraphShapes()
     engine.watch_graphs(shapes.add)

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from sagellm.core import InstalledCommand, PluginImportError, PluginRegistry, nearest
+from sagellm.core import PluginImportError, PluginRegistry, nearest
+from sagellm.core.plugins.registry import InstalledCommand
 
 
 class Entry(NamedTuple):

@@ -10,17 +10,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from sagellm.core import (
-    SAGELLM_API,
-    InstalledCommand,
-    InstalledPlugin,
-    InstalledProvider,
-    PluginError,
-    PluginRegistry,
-    ProviderOption,
-    UnknownProviderError,
-    nearest,
-)
+from sagellm.core import SAGELLM_API, PluginError, PluginRegistry, UnknownProviderError, nearest
+from sagellm.core.plugins.options import ProviderOption
+from sagellm.core.plugins.registry import InstalledCommand, InstalledPlugin, InstalledProvider
 from sagellm.engines.cli.names import complete_kind, complete_plugin
 from sagellm.engines.cli.output import columns, new_app, print_json
 from sagellm.engines.config.schema import SETTINGS

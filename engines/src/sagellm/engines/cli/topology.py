@@ -16,7 +16,8 @@ from sagellm.engines.sizes import format_bytes
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from sagellm.core import CPU, GPU, Topology
+    from sagellm.core import Topology
+    from sagellm.core.protocols.topology import CPU, GPU
 
 _WIDE = 1000  # columns, so that programs that read the tree get whole lines
 

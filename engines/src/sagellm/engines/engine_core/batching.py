@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from sagellm.core import BatchStep, RequestRows, SchedulePlan, batching_efficiency
+from sagellm.core import RequestRows, SchedulePlan
+from sagellm.engines.metrics.fairness import BatchStep, batching_efficiency
 
 
 @dataclass(kw_only=True)

@@ -7,18 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sagellm.core import (
-    PASS_WATCHERS,
     ExecutorProtocol,
     KVIdentity,
     KVLayout,
     KVMemory,
     KVOffloadProtocol,
     LifetimePredictorProtocol,
-    NullTrace,
     Runtime,
     SchedulerIRProtocol,
     StepCostMetrics,
-    TraceWriter,
 )
 from sagellm.engines.attention.progress_hook import ProgressHook
 from sagellm.engines.engine_core.batching import BatchingMeter
@@ -32,6 +29,7 @@ from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.engine_core.step_cost_fit import StepCostFit
 from sagellm.engines.engine_core.step_runner import StepRunner
 from sagellm.engines.modules import Modules
+from sagellm.engines.tracing import NullTrace, TraceWriter
 
 if TYPE_CHECKING:
     from sagellm.engines.worker.worker import Worker
@@ -143,7 +141,7 @@ def _build_scheduler(
         step_target_ms=plan.step_target_ms,
     )
     if config.print != "none":
-        ir.watch(PASS_WATCHERS[config.print]())
+        ir.watch(config.print)
     passes, batching = PassAdmin(ir, plan.modules), BatchingMeter(**limits)
     scheduler = Scheduler(
         ir,

@@ -11,36 +11,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sagellm.core import (
-    STEP_TOKEN_BOUNDS,
     BlockId,
-    CopyBlocks,
     EngineError,
     EngineMetrics,
     EngineProtocol,
-    EngineSequence,
-    ExecutionGraph,
     ExecutorProtocol,
     FinishReason,
-    KVOp,
     KVSavesProtocol,
     LifetimePredictorProtocol,
-    NullTrace,
     OutOfBlocksError,
     PluginError,
     PluginRegistry,
-    PromptScores,
-    RequestRecord,
     RequestStatus,
     Runtime,
-    Seat,
     SequenceId,
-    StepRecord,
     StepWork,
     TokenOutput as TokenOutput,
-    TraceWriter,
     get_logger,
 )
+from sagellm.core.execution_graph import ExecutionGraph
 from sagellm.core.logging import fields
+from sagellm.core.protocols.engine import STEP_TOKEN_BOUNDS, EngineSequence, PromptScores
+from sagellm.core.protocols.step import CopyBlocks, KVOp, Seat
+from sagellm.core.request import RequestRecord, StepRecord
 from sagellm.engines.attention.progress_hook import ProgressHook
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.observers import Observers
@@ -52,6 +45,7 @@ from sagellm.engines.engine_core.step_cost_fit import StepCostFit, work_of
 from sagellm.engines.engine_core.step_runner import PlannedStep, StepResult, StepRunner
 from sagellm.engines.engine_core.step_tokens import StepTokens
 from sagellm.engines.sampling.stop import check_stop_conditions
+from sagellm.engines.tracing import NullTrace, TraceWriter
 
 if TYPE_CHECKING:
     from sagellm.engines.worker.model_runner import ModelRunner

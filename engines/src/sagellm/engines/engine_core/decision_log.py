@@ -14,16 +14,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sagellm.core import (
-    Admission,
-    Decision,
-    RequestId,
-    RequestStatus,
-    SchedulePlan,
-    Seat,
-    SequenceId,
-)
-from sagellm.core.protocols.scheduler_ir import DeferredReason
+from sagellm.core import Decision, RequestId, RequestStatus, SchedulePlan, SequenceId
+from sagellm.core.protocols.scheduler_ir import Admission, DeferredReason
+from sagellm.core.protocols.step import Seat
 from sagellm.engines.engine_core.decision_events import (
     Admitted,
     CappedBy,

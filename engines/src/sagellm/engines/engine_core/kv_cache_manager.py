@@ -14,7 +14,6 @@ from sagellm.core import (
     BlockId,
     Clock,
     EvictedBlocks,
-    Fetch,
     InsertResult,
     KVCacheEvent,
     KVIdentity,
@@ -25,12 +24,13 @@ from sagellm.core import (
     PrefixCacheProtocol,
     PrefixHit,
     PrefixMatch,
-    Seat,
     SequenceId,
     StaleMatchError,
     TokenIds,
     headers_of,
 )
+from sagellm.core.protocols.kv_offload import Fetch
+from sagellm.core.protocols.step import Seat
 from sagellm.engines.engine_core.request_log import RequestLog
 from sagellm.engines.engine_core.seats import Ints, Places, Seats
 from sagellm.engines.engine_core.sequence import Sequence

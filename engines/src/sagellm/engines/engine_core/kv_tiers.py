@@ -19,8 +19,8 @@ from sagellm.core import (
     ProviderSpec,
     Runtime,
     SaveStore,
-    StoreKey,
 )
+from sagellm.core.store_key import StoreKey
 from sagellm.engines.modules import Modules
 from sagellm.engines.sizes import parse_bytes
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sagellm.core import (
     ConfigError,
+    EngineMetrics,
     InvalidInputError,
     PassError,
     ProviderSpec,
@@ -28,6 +29,12 @@ class PassFailures:
     failures: dict[str, str] = field(default_factory=dict)
 
 
+def pass_failures(engine: EngineMetrics) -> dict[str, str]:
+    """Return the scheduler passes that failed and were removed, and why."""
+    known: Any = engine.modules.get("scheduler_pass")
+    return known.failures if isinstance(known, PassFailures) else {}
+
+
 class PassAdmin:
     """Builds the configured passes, replaces them between two steps, and removes one that fails."""
 
@@ -42,7 +49,7 @@ class PassAdmin:
             ir.add_optimization_pass(each)
 
     def passes(self) -> dict[str, Any]:
-        """Return the pass of each stage, the other passes, all in the order in which they run, and those that failed."""
+        """Return the pass of each stage, the others, all in the order in which they run, and what failed."""
         config = self._config
         return {
             "stages": {stage: _plain(getattr(config, stage)) for stage in STAGES},

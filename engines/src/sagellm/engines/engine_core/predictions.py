@@ -6,14 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
-from sagellm.core import (
-    LifetimeMetrics,
-    LifetimePredictorProtocol,
-    LifetimeScores,
-    PluginRegistry,
-    PredictionRequest,
-    predicted_length,
-)
+from sagellm.core import LifetimeMetrics, LifetimePredictorProtocol, PluginRegistry, PredictionRequest
+from sagellm.core.lifetime_scores import LifetimeScores, predicted_length
 from sagellm.engines.engine_core.observers import Failures
 from sagellm.engines.engine_core.sequence import Sequence
 

@@ -6,14 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence as Seq
 from typing import NamedTuple
 
-from sagellm.core import (
-    InvalidInputError,
-    MissExplanation,
-    Namespace,
-    RequestId,
-    TokenIds,
-    UnknownRequestError,
-)
+from sagellm.core import InvalidInputError, Namespace, RequestId, TokenIds, UnknownRequestError
+from sagellm.core.protocols.prefix_cache import MissExplanation
 from sagellm.engines.config.shown import shown
 from sagellm.engines.engine_core.sequence import Sequence
 

@@ -15,16 +15,15 @@ from sagellm.core import (
     PrefixHit,
     RequestRows,
     RequestStatus,
-    Runs,
     SchedulePlan,
     ScheduleRequest,
     SchedulerIRProtocol,
-    Seat,
     SequenceId,
     TokenIds,
     UnknownRequestError,
     get_logger,
 )
+from sagellm.core.protocols.step import Runs, Seat
 from sagellm.engines.engine_core.batching import BatchingMeter
 from sagellm.engines.engine_core.decision_log import DecisionLog
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager

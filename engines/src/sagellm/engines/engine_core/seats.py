@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sagellm.core import BlockId, BlockUpdates, Seat, SeatArrival, StepInput, TokenIds
+from sagellm.core import BlockId, StepInput, TokenIds
 from sagellm.core.protocols.request_rows import CHANGING_COLUMNS, SCHEDULE_COLUMNS
+from sagellm.core.protocols.step import BlockUpdates, Seat, SeatArrival
 from sagellm.engines.worker.seat_state import first_tables
 
 if TYPE_CHECKING:

@@ -5,19 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Self
 
-from sagellm.core import (
-    EMPTY,
-    BlockId,
-    EngineSequence,
-    PrefixMatch,
-    PromptScores,
-    Request,
-    RequestStatus,
-    Seat,
-    SequenceId,
-    TokenIds,
-    hash_of,
-)
+from sagellm.core import EMPTY, BlockId, PrefixMatch, Request, RequestStatus, SequenceId, TokenIds
+from sagellm.core.protocols.engine import EngineSequence, PromptScores
+from sagellm.core.protocols.step import Seat
+from sagellm.core.tenant import hash_of
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.sampling.params import SamplingParams
 

@@ -10,20 +10,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sagellm.core import (
-    BlockId,
-    Clock,
+from sagellm.core import BlockId, Clock, ExecutorProtocol, StepInput, StepOutput
+from sagellm.core.protocols.engine import PromptScores, SampledToken
+from sagellm.core.protocols.step import (
     CopyBlocks,
-    ExecutorProtocol,
     KVOp,
-    PromptScores,
     ReadBlocks,
     Runs,
-    SampledToken,
     Scored,
     Seat,
-    StepInput,
-    StepOutput,
     WriteBlocks,
     verify_output,
 )

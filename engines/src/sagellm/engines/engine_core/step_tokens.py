@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence as Seq
 from typing import overload
 
-from sagellm.core import Runs, SequenceId, TokenOutput
+from sagellm.core import SequenceId, TokenOutput
+from sagellm.core.protocols.step import Runs
 
 
 class StepTokens(Seq[TokenOutput]):

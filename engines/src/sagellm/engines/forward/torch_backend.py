@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from sagellm.core import (
-    TRANSFORMERS_CLASS,
     WHOLE,
     AttentionBackendProtocol,
     BlockId,
@@ -26,6 +25,7 @@ from sagellm.core import (
     UnsupportedModelError,
     WeightSource,
 )
+from sagellm.core.protocols.model_spec import TRANSFORMERS_CLASS
 from sagellm.engines.forward.device_memory import zeroed
 from sagellm.engines.loading.weights import WeightReader
 from sagellm.engines.models.causal_lm import BuildContext, CausalLM

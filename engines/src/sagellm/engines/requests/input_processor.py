@@ -16,12 +16,12 @@ from sagellm.core import (
     Namespace,
     Request,
     RequestId,
-    RequestLimits as RequestLimits,
     Runtime,
     Tenant,
     TokenIds,
     pack,
 )
+from sagellm.core.protocols.engine import RequestLimits as RequestLimits
 from sagellm.engines.requests.prompts import Prompt as Prompt, content_of
 from sagellm.engines.requests.queued_request import MAX_SEED, QueuedRequest
 from sagellm.engines.requests.request_checks import (

@@ -5,8 +5,9 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass, field, replace
 
-from sagellm.core import FinishReason, RequestId, tpot_s, ttft_s
+from sagellm.core import FinishReason, RequestId
 from sagellm.engines.logprobs import Logprobs, PromptLogprobs
+from sagellm.engines.metrics.latency import tpot_s, ttft_s
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sagellm.core import InvalidRequestError, Namespace, RequestLimits, Tenant, TokenIds, nearest
+from sagellm.core import InvalidRequestError, Namespace, Tenant, TokenIds, nearest
+from sagellm.core.protocols.engine import RequestLimits
 from sagellm.engines.config.shown import shown
 from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.engines.sampling.params import SamplingParams

@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sagellm.core import (
-    DuplicateRequestError,
-    RequestId,
-    RequestLimits,
-    Runtime,
-    TokenOutput,
-    UnknownRequestError,
-)
+from sagellm.core import DuplicateRequestError, RequestId, Runtime, TokenOutput, UnknownRequestError
+from sagellm.core.protocols.engine import RequestLimits
 from sagellm.engines.engine_client import EngineClient
 from sagellm.engines.requests.input_processor import InputProcessor
 from sagellm.engines.requests.output_processor import OutputProcessor

@@ -35,7 +35,8 @@ class Result:
 
 
 _MOON = """
-from sagellm.core import NullEvictionPolicy, Provider, hookimpl
+from sagellm.core import Provider, hookimpl
+from sagellm.core.protocols.eviction import NullEvictionPolicy
 
 class Moon(NullEvictionPolicy):
     def add_candidate(self, node):

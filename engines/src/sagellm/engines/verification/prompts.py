@@ -57,8 +57,8 @@ def asked_prompts(
     """Encode the prompts, those of this module if `texts` is None.
 
     Given ones go through the chat template if there is one, unless `is_raw`. Those of this module are cut so
-    that `max_tokens` more fit into the model's context. Raises ConfigError for a model without a tokenizer, and
-    for a given prompt that leaves no room for an answer.
+    that `max_tokens` more fit into the model's context. Raises ConfigError for a model without a tokenizer,
+    and for a given prompt that leaves no room for an answer.
     """
     if engine.light_tokenizer is None:
         raise ConfigError("the model has no tokenizer, so it cannot read prompts; --tokenizer names another")

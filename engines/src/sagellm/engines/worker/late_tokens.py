@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sagellm.core import Runs, StepInput, StepOutput
+from sagellm.core import StepInput, StepOutput
+from sagellm.core.protocols.step import Runs
 from sagellm.engines.sampling.draws import Draw
 from sagellm.engines.sampling.random import numbers_of
 from sagellm.engines.sampling.rows import BadLogitsError

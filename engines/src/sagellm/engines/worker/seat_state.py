@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sagellm.core import BlockUpdates, SeatArrival, StepInput
+from sagellm.core import StepInput
+from sagellm.core.protocols.step import BlockUpdates, SeatArrival
 from sagellm.engines.sampling.rows import LogitsStates
 
 Ints = npt.NDArray[np.int32]

@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
-from sagellm.core import (
-    FORWARD_KINDS,
-    ExecutionGraph,
-    GraphNode,
-    KVLayout,
-    NullTrace,
-    StepCost,
-    StepInput,
-    TraceValue,
-    TraceWriter,
-    lower_step,
-)
+from sagellm.core import KVLayout, StepCost, StepInput
+from sagellm.core.execution_graph import FORWARD_KINDS, ExecutionGraph, GraphNode, lower_step
+from sagellm.engines.tracing import NullTrace, TraceValue, TraceWriter
 from sagellm.engines.worker.seat_state import SeatState
 
 

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sagellm.core import (
-    InputBatch,
-    KVLayout,
-    ModelGeometry,
-    attention_flops,
-    layer_flops,
-    logits_flops,
-)
+from sagellm.core import InputBatch, KVLayout, ModelGeometry
+from sagellm.engines.metrics.flops import attention_flops, layer_flops, logits_flops
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkMetrics:
-    """FLOPs by the formulas of `sagellm.core.metrics.flops`, attention counted as causal.
+    """FLOPs by the formulas of `sagellm.engines.metrics.flops`, attention counted as causal.
 
     Bytes that must be read: all weights once per step, and the KV of the batch.
     """

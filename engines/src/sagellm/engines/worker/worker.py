@@ -12,19 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sagellm.core import (
-    EMPTY,
-    CopyBlocks,
-    KVOp,
-    LogitsRequest,
-    PromptScores,
-    ReadBlocks,
-    Runs,
-    SampledToken,
-    SeatArrival,
-    StepInput,
-    StepOutput,
-)
+from sagellm.core import EMPTY, LogitsRequest, StepInput, StepOutput
+from sagellm.core.protocols.engine import PromptScores, SampledToken
+from sagellm.core.protocols.step import CopyBlocks, KVOp, ReadBlocks, Runs, SeatArrival
 from sagellm.engines.sampling.draws import Draw, HostDraw
 from sagellm.engines.sampling.rows import LogitsStates, SamplingRow
 from sagellm.engines.sampling.sampler import Sampler

@@ -9,7 +9,6 @@ from threading import Lock
 from typing import Literal, NamedTuple, TypeAlias
 
 from sagellm.core.errors import BlockError, ConfigError, OutOfBlocksError
-from sagellm.core.metrics.cache import external_fragmentation
 
 
 class SizeClass:
@@ -157,7 +156,7 @@ class MultiGranularMetrics:
     @property
     def external_fragmentation(self) -> float:
         """1 - largest free run ÷ free tokens; 0 when nothing is free."""
-        return external_fragmentation(self.largest_free_run, self.free_tokens)
+        return 1 - self.largest_free_run / self.free_tokens if self.free_tokens else 0.0
 
 
 class MultiGranularKVPool:

@@ -13,12 +13,11 @@ from sagellm.core import (
     LifetimeMetrics,
     LifetimePrediction,
     LifetimePredictorProtocol,
-    LifetimeScores,
     PredictionRequest,
-    check_observation,
     get_logger,
-    predicted_length,
 )
+from sagellm.core.lifetime_scores import LifetimeScores, predicted_length
+from sagellm.core.protocols.lifetime import check_observation
 
 
 class Window:

@@ -29,10 +29,18 @@ if TYPE_CHECKING:
     from sagellm.kvmgr.scheduler_ir.base import (
         BaseSchedulerIR as BaseSchedulerIR,
     )
+    from sagellm.kvmgr.scheduler_ir.schedule_text import (
+        schedule_from_text as schedule_from_text,
+        schedule_to_text as schedule_to_text,
+    )
+    from sagellm.kvmgr.scheduler_ir.schedule_watchers import (
+        emit_ir as emit_ir,
+        print_changed as print_changed,
+    )
 
 __version__ = "0.1.0"
 _MODULE_OF = {
-    "Admission": "sagellm.core",
+    "Admission": "sagellm.core.protocols.scheduler_ir",
     "BaseSchedulerIR": ".base",
     "Decision": "sagellm.core",
     "ExecutionGraph": "sagellm.core",
@@ -43,11 +51,15 @@ _MODULE_OF = {
     "ScheduleIR": "sagellm.core",
     "SchedulePlan": "sagellm.core",
     "ScheduleRequest": "sagellm.core",
-    "ScheduledRequest": "sagellm.core",
+    "ScheduledRequest": "sagellm.core.protocols.scheduler_ir",
     "SchedulerIRProtocol": "sagellm.core",
     "SchedulerMetrics": "sagellm.core",
     "SchedulerPassProtocol": "sagellm.core",
+    "emit_ir": ".schedule_watchers",
     "lower_step": "sagellm.core",
+    "print_changed": ".schedule_watchers",
+    "schedule_from_text": ".schedule_text",
+    "schedule_to_text": ".schedule_text",
 }
 
 __all__ = sorted(["__version__", *_MODULE_OF])

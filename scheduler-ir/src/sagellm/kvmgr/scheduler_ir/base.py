@@ -20,6 +20,7 @@ from sagellm.core.runtime import Clock, SystemClock
 from sagellm.core.step_cost import StepCost
 from sagellm.kvmgr.scheduler_ir.hits import PrefixHits
 from sagellm.kvmgr.scheduler_ir.pipeline import PassPipeline, apply_pass
+from sagellm.kvmgr.scheduler_ir.schedule_watchers import PASS_WATCHERS
 from sagellm.kvmgr.scheduler_ir.step import Step
 
 _logger = get_logger(__name__)
@@ -84,9 +85,9 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         """Append a pass to the pipeline, with a new state. Raises ConfigError for any other object."""
         self.pipeline.add(optimization_pass)
 
-    def watch(self, watcher: PassWatcher) -> None:
-        """Show what every pass decides, from the next step on."""
-        self.pipeline.watch(watcher)
+    def watch(self, watcher: PassWatcher | str) -> None:
+        """Show what every pass decides, from the next step on; a text names one of `PASS_WATCHERS`."""
+        self.pipeline.watch(PASS_WATCHERS[watcher]() if isinstance(watcher, str) else watcher)
 
     def set_passes(self, passes: Sequence[SchedulerPassProtocol]) -> None:
         """Replace all passes from the next step on; one equal to a present pass keeps its state and counts.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from sagellm.core import ttft_s
+from sagellm.engines.metrics.latency import ttft_s
 from sagellm.lab.bench.errors import BenchmarkError
 from sagellm.lab.bench.figures import ErrorCount, ServeFigures, Spread, serve_figures, spread
 from sagellm.lab.bench.http_client import HTTPClient

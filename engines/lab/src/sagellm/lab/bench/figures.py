@@ -1,4 +1,4 @@
-"""From records to figures, by the formulas of `sagellm.core.metrics`."""
+"""From records to figures, by the formulas of `sagellm.engines.metrics`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from sagellm.core import (
+from sagellm.engines.metrics.cache import token_hit_rate
+from sagellm.engines.metrics.latency import (
     goodput,
     itl_s,
     percentile,
     throughput,
-    token_hit_rate,
     total_throughput,
     tpot_s,
     ttft_s,

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sagellm.core import ConfigError, itl_s, throughput, token_hit_rate, total_throughput
+from sagellm.core import ConfigError
+from sagellm.engines.metrics.cache import token_hit_rate
+from sagellm.engines.metrics.latency import itl_s, throughput, total_throughput
 from sagellm.engines.progress import RequestShares, progress_bar
 from sagellm.lab.bench.errors import BenchmarkError
 from sagellm.lab.bench.figures import Spread, rates_of_tenths, spread

@@ -6,7 +6,7 @@ import asyncio
 from array import array
 from dataclasses import dataclass, field
 
-from sagellm.core import RequestTimes
+from sagellm.engines.metrics.latency import RequestTimes
 
 
 def now_ns() -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from sagellm.core import MFUResult, bandwidth_use, roofline_ratio
+from sagellm.engines.metrics.roofline import MFUResult, bandwidth_use, roofline_ratio
 
 if TYPE_CHECKING:
     import torch

@@ -15,16 +15,16 @@ from sagellm.core import (
     PluginRegistry,
     Runtime,
     StepCost,
-    StepRecord,
     StepWork,
     TraceRequest,
     hookimpl,
     pack,
-    percentile,
 )
+from sagellm.core.request import StepRecord
 from sagellm.engines.config.bounded_json import parse_json
 from sagellm.engines.engine_core.step_cost_fit import fit_step_cost
 from sagellm.engines.machine import describe_machine
+from sagellm.engines.metrics.latency import percentile
 from sagellm.engines.progress import progress_bar
 from sagellm.engines.whole_file import whole_file
 from sagellm.lab.bench.errors import BenchmarkError

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from types import TracebackType
 
-from sagellm.core import percentile
+from sagellm.engines.metrics.latency import percentile
 
 _TICK_S = 0.02
 BUSY_SHARE = 0.7

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagellm.core import ConfigError, percentile
+from sagellm.core import ConfigError
 from sagellm.engines.cli.figures import figures_table
 from sagellm.engines.cli.flags import make_flag, with_flags
 from sagellm.engines.cli.output import new_app, print_json
 from sagellm.engines.cli.targets import check_targets
+from sagellm.engines.metrics.latency import percentile
 from sagellm.engines.progress import progress_bar
 
 if TYPE_CHECKING:

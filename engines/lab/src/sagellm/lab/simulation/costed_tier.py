@@ -11,12 +11,12 @@ from sagellm.core import (
     BlockKey,
     KVTierMetrics,
     KVTierProtocol,
-    NullForwardBackend,
     Ticket,
     TierOutcome,
     TierRequest,
     TierResult,
 )
+from sagellm.core.protocols.forward import NullForwardBackend
 from sagellm.core.protocols.kv_tier import check_requests
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sagellm.core import (
+from sagellm.engines.metrics.cache import (
     PromptBlocks,
     block_sharing_fraction,
     internal_fragmentation,

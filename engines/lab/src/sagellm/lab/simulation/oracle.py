@@ -13,8 +13,8 @@ from sagellm.core import (
     LifetimePredictorProtocol,
     PredictionRequest,
     SequenceId,
-    check_observation,
 )
+from sagellm.core.protocols.lifetime import check_observation
 
 
 class OraclePredictor(LifetimePredictorProtocol):

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from sagellm.core import (
-    ConfigError,
-    InvalidInputError,
-    PluginRegistry,
-    ProviderSpec,
-    TraceRequest,
-    gap_closed,
-    token_saving,
-)
+from sagellm.core import ConfigError, InvalidInputError, PluginRegistry, ProviderSpec, TraceRequest
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.metrics.cache import gap_closed, token_saving
 from sagellm.engines.progress import Advance
 from sagellm.lab.simulation.bounds import (
     count_known_tokens,

@@ -56,7 +56,7 @@ def simulate_serving(  # noqa: PLR0913  (what a simulation varies)
     """Run a trace to its end. Equal calls give equal results.
 
     The host's own time is not simulated: only steps take time, and tiers. `predictor` replaces the configured
-    one. Raises ConfigError for a configuration that cannot be simulated, PluginError if one of its passes fails.
+    one. Raises ConfigError for a configuration that cannot be simulated, PluginError if a pass fails.
     """
     load = replace(load or LoadSettings(), stop_token_ids=frozenset({END}))
     if not 0 < load.stretch < float("inf"):

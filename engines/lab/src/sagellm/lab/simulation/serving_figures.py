@@ -7,15 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
-from sagellm.core import (
-    ConfigError,
-    percentile,
-    re_prefill_rate,
-    throughput,
-    token_hit_rate,
-    total_throughput,
-    tpot_s,
-)
+from sagellm.core import ConfigError
+from sagellm.engines.metrics.cache import re_prefill_rate, token_hit_rate
+from sagellm.engines.metrics.latency import percentile, throughput, total_throughput, tpot_s
 from sagellm.lab.simulation.served_load import ServedRequest
 
 Key = TypeVar("Key")

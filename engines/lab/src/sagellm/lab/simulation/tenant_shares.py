@@ -7,8 +7,9 @@ from statistics import fmean
 import numpy as np
 import numpy.typing as npt
 
-from sagellm.core import StepInput, jains_index
+from sagellm.core import StepInput
 from sagellm.engines.engine_core.core import EngineCore
+from sagellm.engines.metrics.fairness import jains_index
 
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0
 """What a computed prompt token and an output token count, as the pass `fair-share` charges them."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from sagellm.core import (
     UNNAMED,
-    FetchRule,
     KVMemory,
     KVOffloadProtocol,
     KVTierProtocol,
@@ -16,6 +15,7 @@ from sagellm.core import (
     Runtime,
     TraceRequest,
 )
+from sagellm.core.protocols.kv_offload import FetchRule
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.modules import Modules
 from sagellm.lab.simulation.costed_tier import CostedKVTier, NoBytes

@@ -7,15 +7,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from sagellm.core import (
-    ExecutorProtocol,
-    Runs,
-    SequenceId,
-    StepCost,
-    StepInput,
-    StepOutput,
-    VirtualClock,
-)
+from sagellm.core import ExecutorProtocol, SequenceId, StepCost, StepInput, StepOutput, VirtualClock
+from sagellm.core.protocols.step import Runs
 from sagellm.engines.engine_core.step_cost_fit import work_of
 
 TOKEN, END = 0, 1

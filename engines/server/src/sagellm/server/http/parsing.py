@@ -131,7 +131,9 @@ def _read_message(where: str, value: memoryview, limits: PromptLimits, ignored: 
     role = memoryview(values.get("role", b""))
     if any(is_json(role, name) for name in _TOOL_ROLES):
         raise unsupported(
-            f"{where}.role", "this server has no tool parser", remedy="send a tool's result as text of the user"
+            f"{where}.role",
+            "this server has no tool parser",
+            remedy="send a tool's result as text of the user",
         )
     content = memoryview(values.get("content", b""))
     is_list = first_byte(content) == b"["

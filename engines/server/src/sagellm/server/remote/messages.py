@@ -11,7 +11,8 @@ from typing import Annotated, Any, Self
 import msgspec
 from msgspec import Meta
 
-from sagellm.core import FinishReason, Request, RequestLimits, SequenceId, TokenOutput
+from sagellm.core import FinishReason, Request, SequenceId, TokenOutput
+from sagellm.core.protocols.engine import RequestLimits
 from sagellm.engines.requests.queued_request import MAX_SEED, QueuedRequest
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.server.remote.frames import FrameReader as FrameReader, encode as encode

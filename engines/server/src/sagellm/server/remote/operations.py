@@ -82,12 +82,6 @@ def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
     }
 
 
-def pass_failures(engine: EngineMetrics) -> dict[str, str]:
-    """Return the scheduler passes that failed and were removed, and why."""
-    known: Any = engine.modules.get("scheduler_pass")
-    return known.failures if isinstance(known, PassFailures) else {}
-
-
 def read_metrics(result: Any) -> EngineMetrics:
     """Decode the result of the operation `metrics`; fields that only a plugin's metrics have are dropped.
 

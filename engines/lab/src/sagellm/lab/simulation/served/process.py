@@ -9,8 +9,9 @@ from math import inf
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from sagellm.core import Randomness, RequestLimits, Runtime, VirtualClock
+from sagellm.core import Randomness, Runtime, VirtualClock
 from sagellm.core.late_kv_tier import LateKVTier
+from sagellm.core.protocols.engine import RequestLimits
 from sagellm.engines.assembly import build_computing_core
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_core.building import CorePlan

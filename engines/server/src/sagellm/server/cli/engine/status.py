@@ -11,9 +11,9 @@ import typer
 from sagellm.core import EngineDeadError, EngineError, KVPoolMetrics, PrefixCacheMetrics
 from sagellm.engines.cli.figures import write_duration
 from sagellm.engines.cli.output import columns, print_json
+from sagellm.engines.engine_core.pass_admin import pass_failures
 from sagellm.server.cli.running import EngineArgument, EngineName, find_engine
 from sagellm.server.remote import AdminClient, RunningEngine
-from sagellm.server.remote.operations import pass_failures
 
 _HEAD = ("NAME", "STATE", "MODEL", "URL", "PID", "UPTIME", "RUNNING", "WAITING", "KV USED")
 
@@ -71,7 +71,9 @@ def status(
                     err=True,
                 )
             for failed, why in each.pass_failures.items():
-                typer.echo(f"{each.name}: the scheduler pass {failed} failed and was removed: {why}", err=True)
+                typer.echo(
+                    f"{each.name}: the scheduler pass {failed} failed and was removed: {why}", err=True
+                )
 
 
 def read_all(engines: list[RunningEngine], *, timeout_s: float) -> list[EngineStatus]:

@@ -2,20 +2,17 @@
 
 import pytest
 
-from sagellm.core import (
-    InvalidInputError,
-    MFUResult,
-    ModelGeometry,
+from sagellm.core import InvalidInputError, ModelGeometry
+from sagellm.engines.metrics.flops import (
     attention_flops,
-    bandwidth_use,
     decode_flops,
     layer_flops,
     logits_flops,
     mlp_flops,
     prefill_flops,
     projection_flops,
-    roofline_ratio,
 )
+from sagellm.engines.metrics.roofline import MFUResult, bandwidth_use, roofline_ratio
 
 QWEN3_0_6B = ModelGeometry(
     num_layers=28,

@@ -10,7 +10,8 @@ from decimal import Decimal
 
 import pytest
 
-from sagellm.core import ChromeTraceWriter, NullTrace, SystemClock, VirtualClock
+from sagellm.core import SystemClock, VirtualClock
+from sagellm.engines.tracing import ChromeTraceWriter, NullTrace
 
 DAY_NS = 86_400 * 10**9
 

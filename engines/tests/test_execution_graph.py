@@ -9,23 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sagellm.core import (
-    CopyBlocks,
-    ExecutionGraph,
-    GraphNode,
-    GraphShapes,
-    InvalidInputError,
-    KVGroup,
-    KVLayout,
-    ReadBlocks,
-    Runs,
-    Scored,
-    StepCost,
-    StepInput,
-    StepWork,
-    WriteBlocks,
-    lower_step,
-)
+from sagellm.core import InvalidInputError, KVGroup, KVLayout, StepCost, StepInput, StepWork
+from sagellm.core.execution_graph import ExecutionGraph, GraphNode, lower_step
+from sagellm.core.protocols.step import CopyBlocks, ReadBlocks, Runs, Scored, WriteBlocks
+from sagellm.engines.worker.graph_text import GraphShapes, graph_to_text
 
 LAYOUT = KVLayout(
     group=KVGroup(layer_ids=(0, 1), num_kv_heads=2, head_dim=16, dtype="float32"), block_size=16
@@ -269,11 +256,11 @@ def mixed():
 
 
 def test_a_graph_is_printed_one_node_a_line():
-    assert mixed().to_text() == TEXT
+    assert graph_to_text(mixed()) == TEXT
 
 
 def test_a_graph_is_drawn_with_what_one_forward_pass_computes_in_a_frame():
-    assert mixed().to_dot() == DOT
+    assert GraphShapes(mixed()).to_dot() == DOT
 
 
 def test_steps_of_one_shape_are_drawn_once():
@@ -288,9 +275,9 @@ def test_steps_of_one_shape_are_drawn_once():
 def test_a_long_list_is_cut_in_a_drawing_but_not_in_text():
     blocks = list(range(0, 40, 2))
     graph = lower_step(step_of([], kv_ops=[read(*blocks), copy(*((each, each + 1) for each in blocks))]))
-    assert "reads 0 2 4 6 8 10 … (20)" in graph.to_dot()
-    assert "blocks 0 > 1 2 > 3 4 > 5 6 > 7 8 > 9 10 > 11 … (20)" in graph.to_dot()
-    assert "reads 0 2 4 6 8 10 12 14" in graph.to_text()
+    assert "reads 0 2 4 6 8 10 … (20)" in GraphShapes(graph).to_dot()
+    assert "blocks 0 > 1 2 > 3 4 > 5 6 > 7 8 > 9 10 > 11 … (20)" in GraphShapes(graph).to_dot()
+    assert "reads 0 2 4 6 8 10 12 14" in graph_to_text(graph)
 
 
 def test_a_drawing_of_nothing_is_still_a_drawing():

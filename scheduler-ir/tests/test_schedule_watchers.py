@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from sagellm.core import PASS_WATCHERS, emit_ir, print_changed, schedule_from_text
+from sagellm.kvmgr.scheduler_ir.schedule_text import schedule_from_text, schedule_to_text
+from sagellm.kvmgr.scheduler_ir.schedule_watchers import PASS_WATCHERS, emit_ir, print_changed
 
 BEFORE = schedule_from_text(
     """\
@@ -35,7 +36,7 @@ def test_the_whole_schedule_is_printed_after_each_pass_and_can_be_read_back() ->
     emit_ir(stream)("second", BEFORE, AFTER)
     head, text = stream.getvalue().split("\n", 1)
     assert head == "// after second"
-    assert schedule_from_text(text).to_text() == AFTER.to_text()
+    assert schedule_to_text(schedule_from_text(text)) == schedule_to_text(AFTER)
 
 
 @pytest.mark.parametrize("name", PASS_WATCHERS)

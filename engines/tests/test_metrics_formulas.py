@@ -5,35 +5,37 @@ import statistics
 import pytest
 from hypothesis import given, strategies as st
 
-from sagellm.core import (
-    BatchStep,
-    InvalidInputError,
+from sagellm.core import InvalidInputError
+from sagellm.engines.metrics.cache import (
     PromptBlocks,
-    RequestTimes,
-    batching_efficiency,
     block_sharing_fraction,
     external_fragmentation,
     gap_closed,
-    goodput,
     internal_fragmentation,
-    itl_s,
-    jains_index,
-    lifetime_mae,
     mean_block_sharing_fraction,
-    median_mae,
     memory_use_gain,
-    percentile,
     re_prefill_rate,
     sharing_fraction_source,
-    summarise,
-    throughput,
     token_hit_rate,
     token_saving,
     token_utilisation,
+    utilisation,
+)
+from sagellm.engines.metrics.fairness import BatchStep, batching_efficiency, jains_index
+from sagellm.engines.metrics.latency import (
+    RequestTimes,
+    goodput,
+    itl_s,
+    percentile,
+    summarise,
+    throughput,
     total_throughput,
     tpot_s,
     ttft_s,
-    utilisation,
+)
+from sagellm.engines.metrics.lifetime import (
+    lifetime_mae,
+    median_mae,
     within_10_percent,
     within_10_percent_or_5_tokens,
 )

@@ -26,9 +26,11 @@ class GraphShapes:
     Holds one graph per shape, so that a run of any length is a drawing that people can read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *graphs: ExecutionGraph) -> None:
         self._first: dict[Shape, ExecutionGraph] = {}
         self._num_alike: dict[Shape, int] = {}
+        for each in graphs:
+            self.add(each)
 
     def add(self, graph: ExecutionGraph) -> None:
         """Include a step."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from sagellm.core.protocols.scheduler_ir import PassWatcher, ScheduleIR
+from sagellm.kvmgr.scheduler_ir.schedule_text import schedule_to_text
 
 
 def emit_ir(stream: TextIO | None = None) -> PassWatcher:
@@ -15,7 +16,7 @@ def emit_ir(stream: TextIO | None = None) -> PassWatcher:
 
     def print_schedule(name: str, before: ScheduleIR, after: ScheduleIR) -> None:
         del before
-        _print(f"// after {name}\n{after.to_text()}", stream)
+        _print(f"// after {name}\n{schedule_to_text(after)}", stream)
 
     return print_schedule
 

@@ -17,9 +17,9 @@ from sagellm.core import (
     StepCost,
     Tenant,
     TokenIds,
-    schedule_from_text,
 )
 from sagellm.core.ids import RequestId
+from sagellm.kvmgr.scheduler_ir.schedule_text import schedule_from_text, schedule_to_text
 from sagellm.testing.schedule_states import random_ir
 
 ODD = [
@@ -92,8 +92,8 @@ def schedules(draw: st.DrawFn) -> ScheduleIR:
 @given(schedules())
 @settings(max_examples=150, deadline=None)
 def test_what_is_printed_can_be_read_back(ir: ScheduleIR) -> None:
-    read = schedule_from_text(ir.to_text())
-    assert read.to_text() == ir.to_text()
+    read = schedule_from_text(schedule_to_text(ir))
+    assert schedule_to_text(read) == schedule_to_text(ir)
     assert [*read.pending] == [*ir.pending]
     assert [*read.running] == [*ir.running]
     assert (read.cost, read.step_target_ms, read.now) == (ir.cost, ir.step_target_ms, ir.now)
@@ -104,7 +104,7 @@ def test_what_is_printed_can_be_read_back(ir: ScheduleIR) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_schedules_are_read_back(seed: int) -> None:
     ir = random_ir(seed)
-    assert schedule_from_text(ir.to_text()).to_text() == ir.to_text()
+    assert schedule_to_text(schedule_from_text(schedule_to_text(ir))) == schedule_to_text(ir)
 
 
 HEAD = "step 3 at 1.500 s: available=7 tokens=64 seats=4 block=16"
