@@ -116,4 +116,4 @@ def test_python_runs_the_name(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sagellm", "--version"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("sagellm", run_name="__main__")
-    assert (ended.value.code, capsys.readouterr().out) == (0, "sageLLM 0.1.0\n")
+    assert (ended.value.code, capsys.readouterr().out) == (0, "sageLLM 0.2.0\n")

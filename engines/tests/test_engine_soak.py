@@ -64,6 +64,7 @@ def test_a_few_random_aborts_lose_no_block(make_engine, all_blocks_are_back):
     engine = make_engine(num_blocks=48, max_num_batched_tokens=64)
     churn(engine, 60, random.Random(6))
     assert all_blocks_are_back(engine)
+    assert engine.client.core.parts.predictor.num_live_sequences == 0
 
 
 def test_what_has_ended_is_freed_without_the_collector(make_engine):

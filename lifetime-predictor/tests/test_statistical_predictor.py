@@ -200,6 +200,15 @@ def test_an_unknown_sequence_teaches_all_prompts_together() -> None:
     assert predictor.metrics().num_scored == 0
 
 
+def test_an_aborted_sequence_that_it_is_told_of_takes_no_room() -> None:
+    predictor = StatisticalLifetimePredictor()
+    for index in range(1000):
+        ask(predictor, f"aborted-{index}", 10)
+        predictor.forget(sequence_id=SequenceId(f"aborted-{index}"))
+        assert predictor.num_live_sequences == 0
+    predictor.forget(sequence_id=SequenceId("never asked"))
+
+
 def test_aborted_sequences_are_forgotten() -> None:
     predictor = StatisticalLifetimePredictor(max_sequences=100)
     for index in range(1000):

@@ -133,7 +133,7 @@ def test_info_tells_all_that_is_known(sage, install):
         "eviction_policy moon: by the moon",
         "  distribution  moon-plugin 1.5",
         "  target        moon_plugin:Policy",
-        f"  compatible    core >=0.1,<0.2 asked for, core {version(CORE)} installed; "
+        f"  compatible    core >=0.2,<0.3 asked for, core {version(CORE)} installed; "
         "protocol version 0, core has 0",
         "  description   Evicts by the moon.",
     ]

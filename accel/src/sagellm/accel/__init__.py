@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         QuantizerProtocol as QuantizerProtocol,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "sagellm.core.protocols.quantizer": """

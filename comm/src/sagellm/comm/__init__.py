@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         TopologyProtocol as TopologyProtocol,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "sagellm.core.protocols.topology": """

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from sagellm.core.tokens import *
     from sagellm.core.version import *
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # module → the public names that it defines
 _NAMES = {

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from sagellm.engines.sampling.sampler import Sampler as Sampler
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULE_OF = {
     "AsyncLLMEngine": ".async_engine",

@@ -76,8 +76,8 @@ class LifetimePredictorProtocol(ABC):
     """Predicts the remaining output of a sequence and learns from those that ended.
 
     Providers are called as `factory()`. The engine calls `predict` at admission and
-    perhaps later, and `update` once when a sequence ended by itself or at its limit, never for an
-    aborted one. Both take less than a millisecond and never block.
+    perhaps later, then `update` once when a sequence ended by itself or at its limit, or `forget` when it
+    ended otherwise. Each takes less than a millisecond and never blocks.
 
     The engine itself scores what was predicted at admission, for every predictor alike (LifetimeScores).
     """
@@ -93,6 +93,9 @@ class LifetimePredictorProtocol(ABC):
         Sequences never asked about are learnt from too. Raises InvalidInputError, and learns
         nothing, if `check_observation` does.
         """
+
+    def forget(self, *, sequence_id: str) -> None:  # noqa: B027  (most predictors keep nothing by sequence)
+        """Drop what is kept for a sequence that was aborted or failed. Idempotent; by default nothing is."""
 
     @abstractmethod
     def metrics(self) -> LifetimeMetrics:

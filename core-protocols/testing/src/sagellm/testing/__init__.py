@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from sagellm.testing.topology import TopologyContract as TopologyContract
     from sagellm.testing.trace import TraceReaderContract as TraceReaderContract
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _TABLE = {
     "AuditError": "sagellm.core.errors",

@@ -133,6 +133,14 @@ class LifetimePredictorContract:
         predictor.update(sequence_id=SequenceId("never asked"), actual_length=3, actual_time=0.1)
         assert predictor.metrics().num_updates == 1
 
+    def test_an_aborted_sequence_is_forgotten_and_teaches_nothing(self) -> None:
+        """Asked about or not, and as often as it comes."""
+        predictor = self.make()
+        predictor.predict(ask("aborted", 10))
+        for sequence_id in ("aborted", "aborted", "never asked"):
+            predictor.forget(sequence_id=SequenceId(sequence_id))
+        assert predictor.metrics().num_updates == 0
+
     def test_it_costs_little(self) -> None:
         """Both calls stay under a millisecond after many sequences."""
         predictor = self.make()

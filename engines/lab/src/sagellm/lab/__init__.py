@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from sagellm.lab.traces.read import read_trace as read_trace
     from sagellm.lab.traces.sagellm import write_trace as write_trace
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULE_OF = {
     "LoadSettings": ".bench.settings",

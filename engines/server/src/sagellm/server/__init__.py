@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from sagellm.server.remote.remote_engine import RemoteEngine as RemoteEngine
     from sagellm.server.remote.running_engine import RunningEngine as RunningEngine
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULE_OF = {
     "AdminClient": ".remote.admin_client",

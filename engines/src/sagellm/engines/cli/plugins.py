@@ -188,7 +188,7 @@ def _info(registry: PluginRegistry, entry: InstalledProvider) -> ProviderInfo:
 
 
 def core_range(distribution: str) -> str:
-    """Return the versions of core that a distribution requires: `<0.2,>=0.1`, or "" if it states none."""
+    """Return the versions of core that a distribution requires: `<0.3,>=0.2`, or "" if it states none."""
     if distribution == CORE:
         return ""
     try:

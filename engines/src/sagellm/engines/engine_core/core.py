@@ -413,6 +413,8 @@ class EngineCore(EngineProtocol):
         self._metrics.num_output_tokens += num_output_tokens
         if reason in ("stop", "length"):
             self._predictions.end(sequence, finished_ns)
+        else:
+            self._predictions.forget(sequence)
         if self._is_traced:
             self._trace.end_async(
                 "request",

@@ -45,6 +45,11 @@ class Predictions:
                 actual_time=(finished_ns - sequence.request.arrival_ns) / 1e9,
             )
 
+    def forget(self, sequence: Sequence) -> None:
+        """Tell the predictor that a sequence ended before its length was known."""
+        with self._guessing():
+            self._predictor.forget(sequence_id=sequence.sequence_id)
+
     def metrics(self) -> LifetimeMetrics:
         """Return the engine's own scores, with the fields that a predictor's metrics add to them."""
         scores = self._scores.metrics()

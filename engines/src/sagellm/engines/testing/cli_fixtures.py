@@ -82,7 +82,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
         info.mkdir(parents=True)
         (info / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n"
-            "Requires-Dist: sagellm-core-protocols>=0.1,<0.2\n"
+            "Requires-Dist: sagellm-core-protocols>=0.2,<0.3\n"
         )
         (info / "entry_points.txt").write_text(f"[sagellm]\n{module} = {module}\n")
         (site / f"{module}.py").write_text(source)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sagellm.kvmgr.eviction.s3fifo import S3FIFOEvictionPolicy as S3FIFOEvictionPolicy
     from sagellm.kvmgr.eviction.slru import SLRUEvictionPolicy as SLRUEvictionPolicy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "sagellm.core.protocols.eviction": "CachedNode EvictionCandidate EvictionMetrics",

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
         TieredMetrics as TieredMetrics,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "sagellm.core.protocols.kv_allocator": "AllocatorMetrics KVAllocatorProtocol",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         StatisticalLifetimePredictor as StatisticalLifetimePredictor,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "sagellm.core.protocols.lifetime": """

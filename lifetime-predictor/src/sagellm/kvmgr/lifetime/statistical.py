@@ -81,8 +81,8 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
     remaining length, or 5 tokens, computed as hits ÷ (observations + 2).
     `estimated_time` = remaining length × median seconds per token of the latest `window` sequences.
 
-    Each bucket keeps its latest `window` lengths. Sequences that are never updated (aborted ones)
-    are forgotten when `max_sequences` newer ones have been asked about. Both calls cost
+    Each bucket keeps its latest `window` lengths. Sequences that are neither updated nor forgotten go
+    when `max_sequences` newer ones have been asked about. `predict` and `update` cost
     O(log window), about 5 µs; equal calls give equal answers. Not thread-safe.
     """
 
@@ -142,6 +142,10 @@ class StatisticalLifetimePredictor(LifetimePredictorProtocol):
         self._scores.end(live.predicted_length, actual_length=actual_length, max_length=live.max_length)
         if self._scores.num_updates % _LOGGED_EVERY == 0:
             self._report()
+
+    def forget(self, *, sequence_id: str) -> None:
+        """Drop what was asked about it."""
+        self._live.pop(sequence_id, None)
 
     def metrics(self) -> LifetimeMetrics:
         """Return the errors of the predictions that were made at admission."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sagellm.kvmgr.prefix_cache.node import PrefixNode as PrefixNode
     from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache as RadixPrefixCache
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "sagellm.core.protocols.prefix_cache": "InsertResult KVBlockDescriptor PrefixCacheMetrics PrefixMatch",

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         print_changed as print_changed,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _MODULE_OF = {
     "Admission": "sagellm.core.protocols.scheduler_ir",
     "BaseSchedulerIR": ".base",
