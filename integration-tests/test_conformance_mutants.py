@@ -152,6 +152,7 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
         ),
     },
     "lifetime_predictor": {
+        "forget": ("an aborted sequence is forgotten and teaches nothing", None),
         "metrics": ("a fresh predictor predicts", "a fresh predictor predicts"),
         "predict": ("a fresh predictor predicts", "a fresh predictor predicts"),
         "update": ("a length that is no count is refused", "a length that is no count is refused"),

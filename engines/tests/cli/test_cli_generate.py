@@ -371,7 +371,7 @@ def test_a_logits_processor_that_fails_is_named_and_its_traceback_shown_with_deb
     result = sage(*run)
     told = (
         "logits_processor 'failing' of failing-plugin 1.5: apply() failed; ValueError: no moon tonight "
-        "(failing_plugin.py, line 9, in apply)"
+        "(failing_plugin.py, line 10, in apply)"
     )
     assert (result.code, told in result.err.splitlines()[-1]) == (1, True), result.err
     assert "Traceback" not in result.err

@@ -18,7 +18,7 @@ from sagellm.core import (
     VirtualClock,
 )
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.engine_core.pass_admin import PassFailures
+from sagellm.engines.engine_core.pass_failures import PassFailures
 from sagellm.engines.testing.steps import let_steps_take
 from sagellm.server.http.metrics import Histogram, ServerMetrics
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from sagellm.core import (
     ConfigError,
-    EngineMetrics,
     InvalidInputError,
     PassError,
     ProviderSpec,
@@ -17,22 +15,10 @@ from sagellm.core import (
 )
 from sagellm.engines.config.sections import STAGES, SchedulerConfig
 from sagellm.engines.config.shown import shown
+from sagellm.engines.engine_core.pass_failures import PassFailures
 from sagellm.engines.modules import Modules
 
 _logger = get_logger(__name__)
-
-
-@dataclass(kw_only=True)
-class PassFailures:
-    """The passes that failed since passes were set last, and why. They are removed; the others run on."""
-
-    failures: dict[str, str] = field(default_factory=dict)
-
-
-def pass_failures(engine: EngineMetrics) -> dict[str, str]:
-    """Return the scheduler passes that failed and were removed, and why."""
-    known: Any = engine.modules.get("scheduler_pass")
-    return known.failures if isinstance(known, PassFailures) else {}
 
 
 class PassAdmin:

@@ -24,7 +24,7 @@ from sagellm.core import (
     StepCostMetrics,
 )
 from sagellm.engines.engine_core.batching import BatchingMetrics
-from sagellm.engines.engine_core.pass_admin import PassFailures
+from sagellm.engines.engine_core.pass_failures import PassFailures
 from sagellm.engines.worker.work import WorkMetrics
 
 _TYPES: dict[str, type[Any]] = {
