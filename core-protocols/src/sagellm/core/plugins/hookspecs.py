@@ -5,13 +5,16 @@ Observer hooks run at most once per step or once per request, never per token or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pluggy
 
-from sagellm.core.plugins.provider import Command, Provider
-from sagellm.core.protocols.kv_events import KVCacheEvent
-from sagellm.core.request import RequestRecord, StepRecord
+if TYPE_CHECKING:  # every command waits for this module
+    from collections.abc import Sequence
+
+    from sagellm.core.plugins.provider import Command, Provider
+    from sagellm.core.protocols.kv_events import KVCacheEvent
+    from sagellm.core.request import RequestRecord, StepRecord
 
 PROJECT = "sagellm"
 hookspec = pluggy.HookspecMarker(PROJECT)
