@@ -80,18 +80,15 @@ _MOVED_NAMES = {
     "sagellm.engines.metrics.cache": """
         PromptBlocks block_sharing_fraction external_fragmentation gap_closed internal_fragmentation
         mean_block_sharing_fraction memory_use_gain re_prefill_rate sharing_fraction_source
-        token_hit_rate token_saving token_utilisation utilisation
+        token_hit_rate token_saving utilisation
     """,
     "sagellm.engines.metrics.fairness": "BatchStep batching_efficiency jains_index",
     "sagellm.engines.metrics.flops": """
         attention_flops decode_flops layer_flops logits_flops mlp_flops prefill_flops projection_flops
     """,
     "sagellm.engines.metrics.latency": """
-        LatencySummary RequestTimes goodput itl_s percentile summarise throughput total_throughput
+        RequestTimes goodput itl_s percentile throughput total_throughput
         tpot_s ttft_s
-    """,
-    "sagellm.engines.metrics.lifetime": """
-        lifetime_mae median_mae within_10_percent within_10_percent_or_5_tokens
     """,
     "sagellm.engines.metrics.roofline": "MFUResult bandwidth_use roofline_ratio",
     "sagellm.engines.tracing": "ChromeTraceWriter NullTrace TraceValue TraceWriter",

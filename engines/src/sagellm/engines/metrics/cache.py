@@ -89,11 +89,6 @@ def utilisation(num_used_blocks: Iterable[int], num_total_blocks: int) -> float:
     return sum(shares) / len(shares) if shares else 0.0
 
 
-def token_utilisation(num_live_tokens: int, num_total_blocks: int, block_size: int) -> float:
-    """Utilisation by tokens = live tokens ÷ (total blocks × block_size), at the first preemption."""
-    return _ratio(num_live_tokens, num_total_blocks * block_size, "live tokens")
-
-
 def gap_closed(policy_saving: float, lru_saving: float, belady_saving: float) -> float:
     """Gap closed = (policy − LRU) ÷ (Belady − LRU) in token saving, same trace and capacity.
 

@@ -28,21 +28,6 @@ def percentile(values: Iterable[float], percent: float) -> float:
     return ordered[lower] + (ordered[upper] - ordered[lower]) * (rank - lower)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatencySummary:
-    """Median and tail of a latency, in the unit of the values, and how many there were."""
-
-    p50: float
-    p99: float
-    count: int
-
-
-def summarise(values: Iterable[float]) -> LatencySummary:
-    """Return p50 and p99 of the values; raises InvalidInputError for none."""
-    kept = list(values)
-    return LatencySummary(p50=percentile(kept, 50), p99=percentile(kept, 99), count=len(kept))
-
-
 def _seconds(start_ns: int, end_ns: int, what: str) -> float:
     if end_ns < start_ns:
         raise InvalidInputError(f"{what}: ends at {end_ns} ns, before its start at {start_ns} ns")
