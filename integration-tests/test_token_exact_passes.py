@@ -107,6 +107,7 @@ def run(reference: Reference, passes: str, seed: int = 0, **settings: Any) -> li
     core.kv.check_integrity()
     metrics = engine.metrics()
     assert metrics.num_preemptions > 0
+    assert metrics.modules["scheduler_pass"].failures == {}
     passes_metrics: list[PassMetrics] = metrics.modules["scheduler"].passes
     return passes_metrics
 

@@ -86,6 +86,12 @@ def test_its_own_prompts_fit_into_the_models_context(make_engine: Any) -> None:
     assert {len(answer) for answer in answers.token_ids} == {30}
 
 
+def test_a_given_prompt_that_leaves_no_room_for_an_answer_is_named(make_engine: Any) -> None:
+    engine = make_engine(max_model_len=16)
+    with pytest.raises(ConfigError, match=r"prompt 2 has \d+ tokens; the model's context is 16, .*word word"):
+        asked_prompts(engine, ["a", "word " * 40], is_raw=True, max_tokens=4)
+
+
 def test_a_model_with_a_chat_template_is_asked_through_it(make_engine: Any) -> None:
     engine = make_engine()
     assert engine.chat_template.exists

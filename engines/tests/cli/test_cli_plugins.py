@@ -7,6 +7,7 @@ from importlib.metadata import version
 import pytest
 
 from sagellm.core import PluginRegistry
+from sagellm.engines import __version__
 from sagellm.engines.cli.names import complete_kind, complete_plugin, complete_providers
 from sagellm.engines.cli.plugins import CORE
 
@@ -149,6 +150,15 @@ def test_info_of_a_distribution_tells_about_all_it_provides(sage, install):
     install("moon-plugin", WORKING)
     entries = sage("plugins", "info", "moon-plugin", "--json").json["providers"]
     assert [entry["name"] for entry in entries] == ["mars", "moon"]
+
+
+def test_info_tells_about_commands_alone_and_with_their_distribution(sage):
+    first, *rest = sage("plugins", "info", "generate").out.splitlines()
+    assert first.startswith("command generate: ")
+    assert rest[0].split() == ["distribution", "sagellm-engines", __version__]
+    found = sage("plugins", "info", "sagellm-engines", "--json").json
+    assert {"generate", "chat"} <= {each["name"] for each in found["commands"]}
+    assert found["providers"]
 
 
 def test_info_of_a_target_that_does_not_import_shows_why(sage, install):

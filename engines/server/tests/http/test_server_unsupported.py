@@ -234,6 +234,7 @@ def test_parts_that_are_not_text_are_refused_and_no_address_is_opened(server, ki
     content = [{"type": "text", "text": "a"}, {"type": kind, kind: {"url": "http://127.0.0.1:1/a.png"}}]
     error = refused(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
     assert (error["param"], error["code"]) == ("messages[0].content[1].type", "unsupported_parameter")
+    assert error["message"].endswith("the models here read text; send parts of the type 'text' alone")
 
 
 @pytest.mark.parametrize("role", ["tool", "function"])

@@ -246,6 +246,8 @@ class SimCoreProcess:
             self._num_turns += 1
             if self._num_turns % _CHECK_EVERY == 0:
                 self.core.kv.check_integrity()
+                failed = self.core.parts.passes.metrics().failures
+                assert not failed, f"the engine goes on without passes that failed: {failed}"
         except Exception as error:
             self._world.violate("core crash", f"{type(error).__name__}: {error}")
             self._end(1)
