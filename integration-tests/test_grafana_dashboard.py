@@ -16,7 +16,8 @@ from sagellm.engines.testing import make_checkpoint
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DASHBOARD = json.loads((DOCS / "grafana-dashboard.json").read_text())
-ALERTS = yaml.safe_load((DOCS / "prometheus-alerts.yml").read_text())["groups"][0]["rules"]
+RULES = yaml.safe_load((DOCS / "prometheus-alerts.yml").read_text())["groups"][0]["rules"]
+ALERTS = [rule for rule in RULES if rule["alert"] != "ServerDown"]  # `up` is Prometheus's own
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 TARGETS = [(panel["title"], target) for panel in PANELS for target in panel["targets"]]
 

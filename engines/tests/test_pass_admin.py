@@ -7,7 +7,7 @@ import pytest
 from sagellm.core import ConfigError, InvalidInputError, SageLLMError, Tenant
 from sagellm.core.protocols.scheduler_ir import NullSchedulerIR
 from sagellm.engines import SamplingParams
-from sagellm.kvmgr.scheduler_ir.passes import MLFQPass, PriorityBasedPass
+from sagellm.kvmgr.scheduler_ir.passes import FairSharePass, MLFQPass, PriorityBasedPass
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -60,11 +60,12 @@ def test_a_pass_that_fails_is_removed_until_it_is_set_again(make_engine, monkeyp
         assert engine.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids == expected
     assert names(engine) == ["priority", "fair-share", "chunked-prefill"]
     shown = admin.passes()
-    assert (shown["stages"]["order"], shown["passes"]) == ("priority", [])
+    assert [each["name"] if isinstance(each, dict) else each for each in shown["pipeline"]] == names(engine)
+    assert (shown["stages"]["order"], shown["passes"]) == ("priority", ["mlfq"])
     assert list(shown["failures"]) == ["mlfq"]
     assert "KeyError: 'gone'" in shown["failures"]["mlfq"]
     assert [each.levelname for each in caplog.records if each.name.endswith("pass_admin")] == ["ERROR"]
-    assert admin.set_passes("mlfq")["failures"] == {}
+    assert admin.set_passes("mlfq,share=fair-share")["failures"] == {}
     assert engine.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids == expected
     assert names(engine) == ["priority", "mlfq", "fair-share", "chunked-prefill"]
 
@@ -76,8 +77,22 @@ def test_a_pass_that_breaks_a_rule_is_removed_also_after_it_was_set_again(make_e
     admin.set_passes("order=priority")
     monkeypatch.setattr(PriorityBasedPass, "run", lambda self, ir: ir.lower(max_num_seqs=10**6))
     assert engine.generate([5, 6, 7], GREEDY)[0].outputs[0].finish_reason == "length"
-    assert admin.passes()["stages"]["order"] is None
+    assert names(engine) == ["fair-share", "chunked-prefill"]
     assert "it set lower max_num_seqs to 1000000" in admin.passes()["failures"]["priority"]
+
+
+def test_a_pass_that_failed_is_not_forgotten_when_others_are_set(make_engine, monkeypatch):
+    engine = make_engine()
+    admin = engine.client.core.parts.passes
+    monkeypatch.setattr(FairSharePass, "run", lambda *_: {}["gone"])
+    engine.generate([5, 6, 7], GREEDY)
+    assert names(engine) == ["chunked-prefill"]
+    admin.set_passes("order=priority")
+    engine.generate([5, 6, 7], GREEDY)
+    assert list(admin.metrics().failures) == ["fair-share"]
+    admin.set_passes("share=none")
+    engine.generate([5, 6, 7], GREEDY)
+    assert (admin.metrics().failures, names(engine)) == ({}, ["priority", "chunked-prefill"])
 
 
 @pytest.mark.parametrize("text", [None, ["null"], 5])

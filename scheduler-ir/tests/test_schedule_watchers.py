@@ -6,6 +6,8 @@ import io
 
 import pytest
 
+from sagellm.core import ConfigError
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
 from sagellm.kvmgr.scheduler_ir.schedule_text import schedule_from_text, schedule_to_text
 from sagellm.kvmgr.scheduler_ir.schedule_watchers import PASS_WATCHERS, emit_ir, print_changed
 
@@ -59,3 +61,8 @@ def test_a_stream_that_is_closed_or_full_ends_no_step() -> None:
     for stream in (closed, Full()):
         print_changed(stream)("second", BEFORE, AFTER)
         emit_ir(stream)("second", BEFORE, AFTER)
+
+
+def test_a_name_that_no_watcher_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no watcher is called 'none'; there are changed, ir"):
+        BaseSchedulerIR().watch("none")

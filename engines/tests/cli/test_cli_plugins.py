@@ -180,7 +180,7 @@ def test_info_of_an_unknown_name_tells_the_nearest(sage, install):
     result = sage("plugins", "info", "mooon")
     assert result.code == 2
     assert result.err.startswith(
-        "Error: no installed provider or distribution is called 'mooon'; installed: "
+        "Error: no installed provider, command or distribution is called 'mooon'; installed: "
     )
     assert result.err.endswith("Did you mean 'moon'?\n")
 

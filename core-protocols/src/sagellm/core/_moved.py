@@ -134,11 +134,7 @@ class _MovedModules:
         try:
             module = import_module(new)
         except ModuleNotFoundError as error:
-            distribution = "-".join(new.split(".")[:2])
-            raise ModuleNotFoundError(
-                f"{fullname} is {new} now, which cannot be imported ({error}); pip install {distribution}",
-                name=fullname,
-            ) from error
+            raise ModuleNotFoundError(_missing(fullname, new, error), name=fullname) from error
         warnings.warn(
             f"{fullname} is {new} now; the old name goes with 0.3", DeprecationWarning, stacklevel=2
         )
@@ -162,6 +158,16 @@ def with_moved_names(package: str, own: Callable[[str], object]) -> Callable[[st
             return own(name)
         told = f"{package}.{name} is {module}.{name} now; the old name goes with 0.3"
         warnings.warn(told, DeprecationWarning, stacklevel=2)
-        return getattr(import_module(module), name)
+        try:
+            return getattr(import_module(module), name)
+        except ModuleNotFoundError as error:
+            raise AttributeError(_missing(f"{package}.{name}", module, error)) from error
 
     return __getattr__
+
+
+def _missing(old: str, new: str, error: ModuleNotFoundError) -> str:
+    """Say where something is now, and which distribution brings it."""
+    parts = new.split(".")
+    distribution = f"sagellm-{parts[2 if parts[1] == 'kvmgr' else 1].replace('_', '-')}"
+    return f"{old} is {new} now, which cannot be imported ({error}); pip install {distribution}"

@@ -160,9 +160,9 @@ def test_the_failure_of_a_scheduler_pass_is_shown(make_engine, run_engine, sage,
     monkeypatch.setattr(FairSharePass, "run", lambda *_: {}["gone"])
     engine.generate(PROMPTS, GREEDY)
     shown = sage("llm", "scheduler", "passes")
-    assert "fair-share failed and was removed; set it again once it is fixed: " in shown.err
+    assert "fair-share failed and was removed; setting passes tries it again: " in shown.err
     assert "KeyError: 'gone'" in shown.err
-    assert shown.out.splitlines()[2].split() == ["share", "none"]
+    assert shown.out.splitlines()[2].split() == ["share", "fair-share", "(failed)"]
     assert "KeyError: 'gone'" in sage("llm", "scheduler", "stats", "--json").json["failed_fair-share"]
     assert (
         "one: the scheduler pass fair-share failed and was removed: " in sage("llm", "engine", "status").err

@@ -139,12 +139,12 @@ def info(
 def _unknown(registry: PluginRegistry, name: str, kind: str | None) -> UnknownProviderError:
     entries = registry.providers(kind)
     known = sorted({entry.provider.name for entry in entries} | {entry.distribution for entry in entries})
-    if kind is None:
-        known += sorted({each.distribution for each in registry.commands()} - set(known))
-    what = f"{kind} or distribution" if kind else "provider or distribution"
+    commands = [] if kind else registry.commands()
+    hint = nearest(name, [*known, *(each.command.name for each in commands)])
+    known += sorted({each.distribution for each in commands} - set(known))
+    what = f"{kind} or distribution" if kind else "provider, command or distribution"
     return UnknownProviderError(
-        f"no installed {what} is called {name!r}; "
-        f"installed: {', '.join(known) or 'none'}.{nearest(name, known)}"
+        f"no installed {what} is called {name!r}; installed: {', '.join(known) or 'none'}.{hint}"
     )
 
 

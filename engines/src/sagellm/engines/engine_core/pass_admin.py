@@ -22,25 +22,28 @@ _logger = get_logger(__name__)
 
 
 class PassAdmin:
-    """Builds the configured passes, replaces them between two steps, and removes one that fails."""
+    """Builds the configured passes, replaces them between two steps, and removes one that fails.
+
+    A pass that failed stays configured, and is tried again when passes are set, whichever are named.
+    """
 
     def __init__(self, ir: SchedulerIRProtocol, modules: Modules) -> None:
-        """Add the configured passes to a scheduler. Raises ConfigError, PluginError."""
+        """Add the configured passes to a scheduler. Raises ConfigError, PluginError or PassError."""
         self._ir = ir
         self._modules = modules
         self._config = modules.config.scheduler
-        self._built = self._build(self._config)
+        self._running = self._build(self._config)
         self._failures: dict[str, str] = {}
-        for each in self._built:
+        for _, each in self._running:
             ir.add_optimization_pass(each)
 
     def passes(self) -> dict[str, Any]:
-        """Return the pass of each stage, the others, all in the order in which they run, and what failed."""
+        """Return the configured passes, by stage and others, those that run, in order, and what failed."""
         config = self._config
         return {
             "stages": {stage: _plain(getattr(config, stage)) for stage in STAGES},
             "passes": [each.plain() for each in config.passes],
-            "pipeline": [each.plain() for each in config.pipeline],
+            "pipeline": [spec.plain() for spec, _ in self._running],
             "failures": dict(self._failures),
         }
 
@@ -51,33 +54,32 @@ class PassAdmin:
     def set_passes(self, text: str) -> dict[str, Any]:
         """Change passes as `scheduler.passes` would at the start; stages that it does not name stay.
 
-        A pass that stays the same keeps its state. Raises ConfigError, PluginError or InvalidInputError, and
-        changes nothing then.
+        A pass that stays the same keeps its state. Raises ConfigError, PluginError, PassError or
+        InvalidInputError, and changes nothing then.
         """
         if not isinstance(text, str):  # operators' calls are not typed
             raise InvalidInputError(f"the passes are {shown(text)}; they must be a text such as order=NAME")
         values = {name: value for name, value in self._config if name != "passes"}
         changed = SchedulerConfig(**{**values, "passes": text})
         built = self._build(changed)
-        self._ir.set_passes(built)
-        self._config, self._built, self._failures = changed, built, {}
+        self._ir.set_passes([each for _, each in built])
+        self._config, self._running, self._failures = changed, built, {}
         return self.passes()
 
     def remove_failed(self, error: PassError) -> bool:
         """Remove the pass that failed. Returns False for an unknown one, and if passes cannot change."""
         failed = error.optimization_pass  # or one equal to it, which was set again since
-        places = (n for n, each in enumerate(self._built) if type(each) is type(failed) and each == failed)
-        place = next(places, None)
-        if place is None:
+        alike = (each for each in self._running if type(each[1]) is type(failed) and each[1] == failed)
+        found = next(alike, None)
+        if found is None:
             return False
-        kept = self._built[:place] + self._built[place + 1 :]
+        kept = [each for each in self._running if each is not found]
         try:
-            self._ir.set_passes(kept)
+            self._ir.set_passes([each for _, each in kept])
         except ConfigError:
             return False
-        spec = self._config.pipeline[place]
-        self._config = _without(self._config, spec)
-        self._built = kept
+        self._running = kept
+        spec = found[0]
         why = self._modules.registry.describe(error.__cause__ or error)
         self._failures[spec.text] = why
         _logger.error(
@@ -88,14 +90,8 @@ class PassAdmin:
         )
         return True
 
-    def _build(self, config: SchedulerConfig) -> list[SchedulerPassProtocol]:
-        return [self._modules.make("scheduler_pass", spec) for spec in config.pipeline]
-
-
-def _without(config: SchedulerConfig, spec: ProviderSpec) -> SchedulerConfig:
-    stages = {stage: None for stage in STAGES if getattr(config, stage) is spec}
-    passes = tuple(each for each in config.passes if each is not spec)
-    return config.model_copy(update={**stages, "passes": passes})
+    def _build(self, config: SchedulerConfig) -> list[tuple[ProviderSpec, SchedulerPassProtocol]]:
+        return [(spec, self._modules.make("scheduler_pass", spec)) for spec in config.pipeline]
 
 
 def _plain(spec: ProviderSpec | None) -> Any:

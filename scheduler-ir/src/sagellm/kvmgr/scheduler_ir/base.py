@@ -86,8 +86,15 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         self.pipeline.add(optimization_pass)
 
     def watch(self, watcher: PassWatcher | str) -> None:
-        """Show what every pass decides, from the next step on; a text names one of `PASS_WATCHERS`."""
-        self.pipeline.watch(PASS_WATCHERS[watcher]() if isinstance(watcher, str) else watcher)
+        """Show what every pass decides, from the next step on; a text names one of `PASS_WATCHERS`.
+
+        Raises ConfigError for another text.
+        """
+        if isinstance(watcher, str):
+            if watcher not in PASS_WATCHERS:
+                raise ConfigError(f"no watcher is called {watcher!r}; there are {', '.join(PASS_WATCHERS)}")
+            watcher = PASS_WATCHERS[watcher]()
+        self.pipeline.watch(watcher)
 
     def set_passes(self, passes: Sequence[SchedulerPassProtocol]) -> None:
         """Replace all passes from the next step on; one equal to a present pass keeps its state and counts.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -40,16 +41,15 @@ def passes(
         return
     before = [("order", found["stages"]["order"]), *(("-", each) for each in found["passes"])]
     after = [(stage, each) for stage, each in found["stages"].items() if stage != "order"]
-    rows = [(stage, *_named(each)) for stage, each in (*before, *after)]
+    rows = [(stage, *_named(each, found["failures"])) for stage, each in (*before, *after)]
     typer.echo(columns(("STAGE", "PASS", "OPTIONS"), rows))
     for failed, why in found["failures"].items():
-        typer.echo(f"{failed} failed and was removed; set it again once it is fixed: {why}", err=True)
+        typer.echo(f"{failed} failed and was removed; setting passes tries it again: {why}", err=True)
 
 
-def _named(each: Any) -> tuple[str, str]:
-    """Return the name and the options of a provider in its plain form."""
+def _named(each: Any, failures: Mapping[str, str]) -> tuple[str, str]:
+    """Return the name and the options of a provider in its plain form, and say if it failed."""
     if each is None:
         return "none", ""
-    if isinstance(each, str):
-        return each, ""
-    return each["name"], options_text(each["options"])
+    name, options = (each, "") if isinstance(each, str) else (each["name"], options_text(each["options"]))
+    return (f"{name} (failed)" if name + options in failures else name), options

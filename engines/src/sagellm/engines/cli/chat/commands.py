@@ -34,10 +34,13 @@ class Outcome(NamedTuple):
 
 
 def is_command(line: str) -> bool:
-    """Say whether the input is a command; several lines that begin with a path are a question."""
+    """Say whether the input is a command: a line that begins with a slash, or a bare `exit` or `quit`.
+
+    Several lines that begin with a path are a question.
+    """
     if line.strip() in _BARE_EXITS:
         return True
-    return line.startswith("/") and ("\n" not in line or line.split(maxsplit=1)[0] in _COMMANDS)
+    return line.startswith("/") and ("\n" not in line or line.split(maxsplit=1)[0] in (*_COMMANDS, "/set"))
 
 
 def run_command(line: str, conversation: Conversation, params: SamplingParams) -> Outcome:
@@ -59,7 +62,7 @@ def _help(_conversation: Conversation, _argument: str) -> Outcome:
     return Outcome(
         "/reset               forget what has been said\n"
         "/system [TEXT]       set the system message; without TEXT show it\n"
-        "/set [NAME [VALUE]]  set a sampling parameter, as in /set temperature 0.7; show one, or all\n"
+        "/set [NAME [VALUE]]  show all sampling parameters or one, or set one: /set temperature 0.7\n"
         "/undo                take back the last question and its answer\n"
         "/regen               answer the last question again\n"
         "/save FILE           write the conversation as JSON, also to the file it is from\n"
