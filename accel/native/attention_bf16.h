@@ -14,8 +14,8 @@ inline void pack_pair(const unsigned char* even, const unsigned char* odd, int64
     const __m512i a = _mm512_loadu_si512(even + d * 2), b = _mm512_loadu_si512(odd + d * 2);
     _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, first_half, b));
     _mm512_storeu_si512(to + d + 16, _mm512_permutex2var_epi16(a, second_half, b));
-    ask(ahead + d * 4);
-    ask(ahead + d * 4 + 64);
+    prefetch_far(ahead + d * 4);
+    prefetch_far(ahead + d * 4 + 64);
   }
   if (d == head_dim) return;
   const __m512i a = _mm512_maskz_loadu_epi16(0xffff, even + d * 2), b = _mm512_maskz_loadu_epi16(0xffff, odd + d * 2);
@@ -115,7 +115,7 @@ class Bf16Kernel {
         for (int64_t r = 0; r < rows; ++r) q[r] = _mm512_loadu_si512(query + (r * padded_ + d) * 2);
         for (int64_t k = 0; k < 4; ++k) {
           const __m512i key = _mm512_maskz_loadu_epi16(in_head, tile.key[t + k] + d * 2);
-          ask(ahead + ((t + k - begin) * head_dim_ + d) * 2);
+          prefetch_far(ahead + ((t + k - begin) * head_dim_ + d) * 2);
           for (int64_t r = 0; r < rows; ++r) sum[r][k] = add_products(sum[r][k], q[r], key);
         }
       }

@@ -75,7 +75,7 @@ class FloatKernel {
     for (int64_t t = begin; t < end; ++t, ahead += row_bytes()) {
       wide[t] = kZeros;
       if (t < tile.begin || t >= tile.end) continue;
-      for (int64_t at = 0; at < row_bytes(); at += 64) ask(ahead + at);
+      for (int64_t at = 0; at < row_bytes(); at += 64) prefetch_far(ahead + at);
       float* to = wide_ + t * head_dim_;
       for (int64_t d = 0; d < head_dim_; d += kLanes) store(to + d, load_as_float<kind>(rows[t], d));
       wide[t] = reinterpret_cast<const unsigned char*>(to);
@@ -107,7 +107,7 @@ class FloatKernel {
         for (int64_t k = 0; k < kTokens; ++k) total[r][k] = zero();
       }
       if constexpr (asks) {
-        for (const unsigned char* end = ahead + kTokens * row_bytes(); ahead < end; ahead += 64) ask(ahead);
+        for (const unsigned char* end = ahead + kTokens * row_bytes(); ahead < end; ahead += 64) prefetch_far(ahead);
       }
       for (int64_t d = 0; d < head_dim_; d += kLanes) {
         Vec x[rows];
@@ -146,7 +146,7 @@ class FloatKernel {
     }
     for (int64_t t = from; t < to; ++t) {
       if constexpr (asks) {
-        for (int64_t at = 0; at < 32 * kElementBytes; at += 64) ask(ahead + (t - from) * row_bytes() + d * kElementBytes + at);
+        for (int64_t at = 0; at < 32 * kElementBytes; at += 64) prefetch_far(ahead + (t - from) * row_bytes() + d * kElementBytes + at);
       }
       Vec value[columns];
       for (int64_t c = 0; c < columns; ++c) value[c] = load_as_float<as>(values[t], d + c * kLanes);

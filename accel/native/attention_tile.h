@@ -5,7 +5,8 @@
 #include <cstring>
 #include <utility>
 
-#include "attention_simd.h"
+#include "attention.h"
+#include "vectors.h"
 
 namespace sage::attention_detail {
 
@@ -20,7 +21,18 @@ constexpr float kNone = -1e30f;  // maximum over no tokens; finite, so that diff
 
 inline int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
-inline void ask(const void* ahead) { _mm_prefetch(static_cast<const char*>(ahead), _MM_HINT_T1); }
+template <KVKind kind>
+inline Vec load_as_float(const unsigned char* row, int64_t element) {
+  if constexpr (kind == KVKind::f32) {
+    return load(reinterpret_cast<const float*>(row + element * 4));
+  } else if constexpr (kind == KVKind::bf16) {
+    return load_bf16(row + element * 2);
+  } else if constexpr (kind == KVKind::f16) {
+    return load_f16(row + element * 2);
+  } else {
+    return load_int8(row + element);
+  }
+}
 
 // Asks for what is read next, a few rows at a time: in one burst the requests would fill the core's buffers and hold up
 // the work that they are to overlap with. While a head's keys are used that is its values, and then the next keys: as
@@ -61,7 +73,7 @@ class Prefetch {
   // The L1 cache is full of what is used now.
   template <int lines>
   static void ask_lines(const char* at) {
-    for (int i = 0; i < lines; ++i) ask(at + i * 64);
+    for (int i = 0; i < lines; ++i) prefetch_far(at + i * 64);
   }
 
   bool next_run() {
@@ -142,8 +154,8 @@ inline void KVTile::select_tokens(const KV& kv, int64_t head, int64_t from, int6
 inline void KVTile::ask_scales(const KV& kv, int64_t head, int64_t from, int64_t to) const {
   for (int64_t t = std::max(from, begin); t < std::min(to, end); t += 16) {
     const float* keys = scale_of_head_0[t] + head * (kv.head_scales / 4);
-    ask(keys);
-    ask(keys + kv.kv_scales / 4);
+    prefetch_far(keys);
+    prefetch_far(keys + kv.kv_scales / 4);
   }
 }
 

@@ -124,7 +124,7 @@ class VnniInt8Kernel : Int8Softmax {
         const __mmask64 mask = in_head(d);
         for (int64_t k = 0; k < 4; ++k) {
           const __m512i key = load_key(tile.key[t + k] + d, mask);
-          ask(ahead + (t + k - begin) * head_dim_ + d);
+          prefetch_far(ahead + (t + k - begin) * head_dim_ + d);
           for (int64_t r = 0; r < 2 * rows; ++r) {
             sum[r][k] = add_products(sum[r][k], key, _mm512_loadu_si512(queries_ + (q * 2 + r) * padded_ + d));
           }
@@ -147,7 +147,7 @@ class VnniInt8Kernel : Int8Softmax {
         __m512i x[16];
         for (int64_t i = 0; i < 16; ++i) {
           x[i] = load_key(tile.key[t + i] + d, in_head(d));
-          ask(ahead + (t + i - begin) * head_dim_ + d);
+          prefetch_far(ahead + (t + i - begin) * head_dim_ + d);
         }
         transpose(x);
         for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(keys_ + ((d / 4 + i) * kTileTokens + t) * 4, x[i]);
@@ -197,7 +197,7 @@ class VnniInt8Kernel : Int8Softmax {
     __m512i x[4];
     for (int64_t i = 0; i < 4; ++i) {
       x[i] = _mm512_maskz_loadu_epi8(in_head(d), token[i] + d);
-      ask(ahead + i * head_dim_ + d);
+      prefetch_far(ahead + i * head_dim_ + d);
     }
     const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpacklo_epi8(x[2], x[3]);
     const __m512i c = _mm512_unpackhi_epi8(x[0], x[1]), e = _mm512_unpackhi_epi8(x[2], x[3]);

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "attention.h"
-#include "lanes.h"
+#include "vectors.h"
 
 namespace sage {
 namespace {
@@ -18,16 +18,16 @@ uint16_t as_bf16(float x) {
 
 // The scale makes the largest magnitude 127; a NaN in the row becomes the scale and so is not lost.
 void store_int8(const float* x, int64_t head_dim, unsigned char* to, unsigned char* scale_to) {
-  IntLanes most = zero_ints();
-  for (int64_t d = 0; d < head_dim; d += kLanes) most = larger(most, magnitude_bits(load_lanes(x + d)));
-  const int32_t bits = largest(most);
+  IntVec most = zero_ints();
+  for (int64_t d = 0; d < head_dim; d += kLanes) most = max(most, magnitude_bits(load(x + d)));
+  const int32_t bits = maximum(most);
   float magnitude;
   std::memcpy(&magnitude, &bits, sizeof magnitude);
   const float scale = magnitude / 127.0f;
-  const Lanes per_unit = same_lanes(magnitude > 0.0f ? 127.0f / magnitude : 0.0f);
+  const Vec per_unit = all(magnitude > 0.0f ? 127.0f / magnitude : 0.0f);
   for (int64_t d = 0; d < head_dim; d += kLanes) {
     // Cut before it becomes an integer: the inverse of a tiny magnitude is infinite.
-    const Lanes units = clamp(multiply(load_lanes(x + d), per_unit), -127.0f, 127.0f);
+    const Vec units = clamp(mul(load(x + d), per_unit), -127.0f, 127.0f);
     store_bytes(reinterpret_cast<int8_t*>(to) + d, to_int(units));
   }
   std::memcpy(scale_to, &scale, sizeof scale);

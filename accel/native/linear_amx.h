@@ -161,12 +161,12 @@ inline float* sums_of_row(float* sums, int64_t row) { return sums + row / 16 * 2
 // Integer sums of rows [begin, end) as floats.
 inline void scale_rows(const Product& p, int64_t panel, int64_t row_group, int64_t begin, int64_t end, float* sums) {
   const auto* scales = reinterpret_cast<const float*>(p.panel(panel) + p.panels.scales_at);
-  const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
+  const Vec left_scale = load(scales), right_scale = load(scales + kLanes);
   for (int64_t row = begin; row < end; ++row) {
     float *left = sums_of_row(sums, row), *right = left + kTileFloats;
-    const Lanes scale = same_lanes(p.scales[p.first_row(row_group) + row]);
-    store_lanes(left, multiply(multiply(scale, left_scale), to_float(load_ints(reinterpret_cast<int32_t*>(left)))));
-    store_lanes(right, multiply(multiply(scale, right_scale), to_float(load_ints(reinterpret_cast<int32_t*>(right)))));
+    const Vec scale = all(p.scales[p.first_row(row_group) + row]);
+    store(left, mul(mul(scale, left_scale), to_float(load_ints(reinterpret_cast<int32_t*>(left)))));
+    store(right, mul(mul(scale, right_scale), to_float(load_ints(reinterpret_cast<int32_t*>(right)))));
   }
 }
 
@@ -319,18 +319,18 @@ void add_group(const Product& p, const unsigned char* tiles, const float* scales
     tile_step<WeightKind::int4, two>(rows, tiles + step * 32 * depth.step_bytes, depth.step_bytes);
   }
   store_sums<two>(exact);
-  const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
+  const Vec left_scale = load(scales), right_scale = load(scales + kLanes);
   const int64_t first = p.first_row(row_group), count = p.num_rows(row_group);
   for (int64_t row = 0; row < count; ++row) {
-    const Lanes scale = same_lanes(p.scales[(first + row) * depth.num_groups + group]);
+    const Vec scale = all(p.scales[(first + row) * depth.num_groups + group]);
     float *left = sums_of_row(exact, row), *right = left + kTileFloats;
     float *to_left = sums_of_row(sums, row), *to_right = to_left + kTileFloats;
-    const Lanes from_left = to_float(load_ints(reinterpret_cast<int32_t*>(left)));
-    const Lanes from_right = to_float(load_ints(reinterpret_cast<int32_t*>(right)));
-    const Lanes before_left = group == 0 ? zero_lanes() : load_lanes(to_left);
-    const Lanes before_right = group == 0 ? zero_lanes() : load_lanes(to_right);
-    store_lanes(to_left, multiply_add(multiply(scale, left_scale), from_left, before_left));
-    store_lanes(to_right, multiply_add(multiply(scale, right_scale), from_right, before_right));
+    const Vec from_left = to_float(load_ints(reinterpret_cast<int32_t*>(left)));
+    const Vec from_right = to_float(load_ints(reinterpret_cast<int32_t*>(right)));
+    const Vec before_left = group == 0 ? zero() : load(to_left);
+    const Vec before_right = group == 0 ? zero() : load(to_right);
+    store(to_left, fma(mul(scale, left_scale), from_left, before_left));
+    store(to_right, fma(mul(scale, right_scale), from_right, before_right));
   }
 }
 

@@ -64,8 +64,8 @@ __attribute__((noinline)) static void rows_float(const Product& p, int64_t panel
   Sums<rows, panels> sums;
   for (int i = 0; i < panels; ++i) {
     for (int row = 0; row < rows; ++row) {
-      store_lanes(sums.left[i] + row * kLanes, left[i][row]);
-      store_lanes(sums.right[i] + row * kLanes, right[i][row]);
+      store(sums.left[i] + row * kLanes, left[i][row]);
+      store(sums.right[i] + row * kLanes, right[i][row]);
     }
   }
   for (int i = 0; i < panels; ++i) {
@@ -126,13 +126,13 @@ __attribute__((noinline)) static void rows_int8(const Product& p, int64_t panel,
 #pragma GCC unroll 4
   for (int i = 0; i < panels; ++i) {
     const auto* scales = reinterpret_cast<const float*>(p.panel(panel + i) + p.panels.scales_at);
-    const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
+    const Vec left_scale = load(scales), right_scale = load(scales + kLanes);
     Sums<rows> sums;
 #pragma GCC unroll 6
     for (int64_t row = 0; row < rows; ++row) {
-      const Lanes scale = same_lanes(p.scales[first + row]);
-      store_lanes(sums.left[0] + row * kLanes, multiply(multiply(scale, left_scale), to_float(left[i][row])));
-      store_lanes(sums.right[0] + row * kLanes, multiply(multiply(scale, right_scale), to_float(right[i][row])));
+      const Vec scale = all(p.scales[first + row]);
+      store(sums.left[0] + row * kLanes, mul(mul(scale, left_scale), to_float(left[i][row])));
+      store(sums.right[0] + row * kLanes, mul(mul(scale, right_scale), to_float(right[i][row])));
     }
     finish(p, panel + i, first, rows, sums.left[0], sums.right[0]);
   }
@@ -199,13 +199,13 @@ __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel,
 #pragma GCC unroll 4
     for (int i = 0; i < panels; ++i) {
       const auto* of_panel = reinterpret_cast<const float*>(scales + i * p.panels.panel_bytes);
-      const Lanes left_scale = load_lanes(of_panel), right_scale = load_lanes(of_panel + kLanes);
+      const Vec left_scale = load(of_panel), right_scale = load(of_panel + kLanes);
 #pragma GCC unroll 6
       for (int row = 0; row < rows; ++row) {
-        const Lanes scale = same_lanes(p.scales[(first + row) * depth.num_groups + group]);
+        const Vec scale = all(p.scales[(first + row) * depth.num_groups + group]);
         float *to_left = sums.left[i] + row * kLanes, *to_right = sums.right[i] + row * kLanes;
-        store_lanes(to_left, multiply_add(multiply(scale, left_scale), to_float(left[i][row]), load_lanes(to_left)));
-        store_lanes(to_right, multiply_add(multiply(scale, right_scale), to_float(right[i][row]), load_lanes(to_right)));
+        store(to_left, fma(mul(scale, left_scale), to_float(left[i][row]), load(to_left)));
+        store(to_right, fma(mul(scale, right_scale), to_float(right[i][row]), load(to_right)));
       }
     }
   }

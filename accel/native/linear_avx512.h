@@ -43,23 +43,23 @@ struct Sums {
 template <WeightKind kind, int rows>
 SAGE_INLINE void keep_sums(const Product& p, const unsigned char* weights, int64_t first, int64_t count,
                            const __m512i (&left)[rows], const __m512i (&right)[rows], Sums<rows>& sums) {
-  Lanes left_scale = zero_lanes(), right_scale = zero_lanes();
+  Vec left_scale = zero(), right_scale = zero();
   if constexpr (kind == WeightKind::int8) {
     const auto* scales = reinterpret_cast<const float*>(weights + p.panels.scales_at);
-    left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
+    left_scale = load(scales), right_scale = load(scales + kLanes);
   }
 #pragma GCC unroll 8
   for (int64_t row = 0; row < rows; ++row) {
-    Lanes a = _mm512_castsi512_ps(left[row]), b = _mm512_castsi512_ps(right[row]);
+    Vec a = _mm512_castsi512_ps(left[row]), b = _mm512_castsi512_ps(right[row]);
     if constexpr (kind == WeightKind::int8) {
       const int64_t real = first + (row < count ? row : 0);
-      const Lanes scale = same_lanes(p.scales[real]);
+      const Vec scale = all(p.scales[real]);
       const __m512i excess = _mm512_set1_epi32(128 * p.sums[real]);
-      a = multiply(multiply(scale, left_scale), to_float(_mm512_sub_epi32(left[row], excess)));
-      b = multiply(multiply(scale, right_scale), to_float(_mm512_sub_epi32(right[row], excess)));
+      a = mul(mul(scale, left_scale), to_float(_mm512_sub_epi32(left[row], excess)));
+      b = mul(mul(scale, right_scale), to_float(_mm512_sub_epi32(right[row], excess)));
     }
-    store_lanes(sums.left + row * kLanes, a);
-    store_lanes(sums.right + row * kLanes, b);
+    store(sums.left + row * kLanes, a);
+    store(sums.right + row * kLanes, b);
   }
 }
 
@@ -103,8 +103,8 @@ __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel,
   const unsigned char* activations = p.rows_at(row_group);
   Sums<rows> sums;
   for (int row = 0; row < rows; ++row) {
-    store_lanes(sums.left + row * kLanes, zero_lanes());
-    store_lanes(sums.right + row * kLanes, zero_lanes());
+    store(sums.left + row * kLanes, zero());
+    store(sums.right + row * kLanes, zero());
   }
   for (int64_t group = 0; group < depth.num_groups; ++group) {
     const unsigned char* weights = p.panel(panel) + group * p.panels.group_bytes;
@@ -131,12 +131,12 @@ __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel,
         }
       }
     }
-    const Lanes left_scale = load_lanes(scales), right_scale = load_lanes(scales + kLanes);
+    const Vec left_scale = load(scales), right_scale = load(scales + kLanes);
     for (int row = 0; row < rows; ++row) {
-      const Lanes scale = same_lanes(row < count ? p.scales[(first + row) * depth.num_groups + group] : 0.0f);
+      const Vec scale = all(row < count ? p.scales[(first + row) * depth.num_groups + group] : 0.0f);
       float *to_left = sums.left + row * kLanes, *to_right = sums.right + row * kLanes;
-      store_lanes(to_left, multiply_add(multiply(scale, left_scale), to_float(left[row]), load_lanes(to_left)));
-      store_lanes(to_right, multiply_add(multiply(scale, right_scale), to_float(right[row]), load_lanes(to_right)));
+      store(to_left, fma(mul(scale, left_scale), to_float(left[row]), load(to_left)));
+      store(to_right, fma(mul(scale, right_scale), to_float(right[row]), load(to_right)));
     }
   }
   finish(p, panel, first, count, sums.left, sums.right);
@@ -164,8 +164,8 @@ __attribute__((noinline)) static void rows_f32(const Product& p, int64_t panel, 
   }
   Sums<rows> sums;
   for (int row = 0; row < rows; ++row) {
-    store_lanes(sums.left + row * kLanes, left[row]);
-    store_lanes(sums.right + row * kLanes, right[row]);
+    store(sums.left + row * kLanes, left[row]);
+    store(sums.right + row * kLanes, right[row]);
   }
   finish(p, panel, p.first_row(row_group), p.num_rows(row_group), sums.left, sums.right);
 }

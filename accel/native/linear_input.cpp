@@ -11,14 +11,14 @@ namespace {
 // One step of activations, at `to`; lanes past `count` become 0.
 void put_floats(unsigned char* to, const float* x, int64_t count) {
   for (int64_t i = 0; i < 16; i += kLanes) {
-    store_lanes(reinterpret_cast<float*>(to) + i, count > i ? load_lanes(x + i, count - i) : zero_lanes());
+    store(reinterpret_cast<float*>(to) + i, count > i ? load(x + i, count - i) : zero());
   }
 }
 
 void put_bf16(unsigned char* to, const float* x, int64_t count) {
 #if defined(__AVX512BF16__)
-  const __m512 low = load_lanes(x, count);
-  const __m512 high = count > kLanes ? load_lanes(x + kLanes, count - kLanes) : zero_lanes();
+  const __m512 low = load(x, count);
+  const __m512 high = count > kLanes ? load(x + kLanes, count - kLanes) : zero();
   const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
   std::memcpy(to, &both, 64);
 #else
@@ -28,9 +28,9 @@ void put_bf16(unsigned char* to, const float* x, int64_t count) {
 
 // The largest size of a value, or NaN where one is not finite.
 float largest_magnitude(const float* x, int64_t count) {
-  IntLanes most = zero_ints();
-  for (int64_t i = 0; i < count; i += kLanes) most = larger(most, magnitude_bits(load_lanes(x + i, count - i)));
-  const int32_t bits = largest(most);
+  IntVec most = zero_ints();
+  for (int64_t i = 0; i < count; i += kLanes) most = max(most, magnitude_bits(load(x + i, count - i)));
+  const int32_t bits = maximum(most);
   if (bits >= 0x7f800000) return std::numeric_limits<float>::quiet_NaN();
   float result;
   std::memcpy(&result, &bits, 4);
@@ -52,7 +52,7 @@ struct Quantizer {
 };
 
 // Writes kLanes values, the first of them `begin`.
-void put_integers(unsigned char* to, int64_t begin, IntLanes value, bool as_words) {
+void put_integers(unsigned char* to, int64_t begin, IntVec value, bool as_words) {
 #if !defined(__AVX512F__)
   if (as_words) {
     __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(value), _mm256_extracti128_si256(value, 1));
@@ -68,10 +68,10 @@ void put_integers(unsigned char* to, int64_t begin, IntLanes value, bool as_word
 
 // Quantizes `count` values (at most one step of `step`), returns their sum.
 int32_t put_integers(unsigned char* to, const float* x, int64_t count, int64_t step, bool as_words, const Quantizer& q) {
-  IntLanes total = zero_ints();
+  IntVec total = zero_ints();
   for (int64_t i = 0; i < step; i += kLanes) {
-    IntLanes value = zero_ints();
-    if (i < count && q.inverse > 0.0f) value = to_int(multiply(load_lanes(x + i, count - i), same_lanes(q.inverse)));
+    IntVec value = zero_ints();
+    if (i < count && q.inverse > 0.0f) value = to_int(mul(load(x + i, count - i), all(q.inverse)));
     total = add(total, value);
     put_integers(to, i, value, as_words);
   }

@@ -16,7 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "lanes.h"
+#include "vectors.h"
 #include "linear.h"
 
 namespace sage::linear {

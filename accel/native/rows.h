@@ -5,16 +5,16 @@
 
 namespace sage {
 
-constexpr int kLanes = 16;  // partial sums: the same order in every build, so that compilers may use vectors
+constexpr int kPartialSums = 16;  // partial sums: the same order in every build, so that compilers may use vectors
 
 // 1 / sqrt(mean(x²) + eps)
 inline float inverse_rms(const float* x, int64_t size, float eps) {
-  float sums[kLanes] = {};
+  float sums[kPartialSums] = {};
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes)
-    for (int lane = 0; lane < kLanes; lane++) sums[lane] += x[i + lane] * x[i + lane];
-  for (; i < size; i++) sums[i % kLanes] += x[i] * x[i];
-  for (int half = kLanes / 2; half > 0; half /= 2)
+  for (; i + kPartialSums <= size; i += kPartialSums)
+    for (int lane = 0; lane < kPartialSums; lane++) sums[lane] += x[i + lane] * x[i + lane];
+  for (; i < size; i++) sums[i % kPartialSums] += x[i] * x[i];
+  for (int half = kPartialSums / 2; half > 0; half /= 2)
     for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
   return 1.0f / std::sqrt(sums[0] / static_cast<float>(size) + eps);
 }

@@ -7,7 +7,7 @@
 #include <functional>
 #include <limits>
 
-#include "lanes.h"
+#include "vectors.h"
 
 namespace sage {
 namespace {
@@ -25,15 +25,15 @@ int64_t num_blocks_of(int64_t vocab) { return (vocab + kBlock - 1) / kBlock; }
 int64_t num_stretches_of(int64_t vocab) { return (vocab + kStretch - 1) / kStretch; }
 
 // 2 to an exponent from kDeepest to 0, within 3e-7 of its size and exactly 1 at 0. Anything for other exponents.
-inline Lanes power(Lanes exponent) {
-  const Lanes whole = round_lanes(exponent);
-  const Lanes rest = subtract(exponent, whole);
-  Lanes p = same_lanes(1.326472615e-3f);
-  p = multiply_add(p, rest, same_lanes(9.671512991e-3f));
-  p = multiply_add(p, rest, same_lanes(5.550733581e-2f));
-  p = multiply_add(p, rest, same_lanes(2.402224243e-1f));
-  p = multiply_add(p, rest, same_lanes(6.931470037e-1f));
-  p = multiply_add(p, rest, same_lanes(1.0f));
+inline Vec power(Vec exponent) {
+  const Vec whole = round(exponent);
+  const Vec rest = sub(exponent, whole);
+  Vec p = all(1.326472615e-3f);
+  p = fma(p, rest, all(9.671512991e-3f));
+  p = fma(p, rest, all(5.550733581e-2f));
+  p = fma(p, rest, all(2.402224243e-1f));
+  p = fma(p, rest, all(6.931470037e-1f));
+  p = fma(p, rest, all(1.0f));
   return times_power_of_two(p, whole);
 }
 
@@ -198,20 +198,20 @@ class Choice {
     alignas(64) float padded[kBlock];
     for (int64_t block = begin; block < end; block++) {
       const float* x = logits_from(block * kBlock, kBlock, padded);
-      Lanes most = same_lanes(-kInfinity);
-      LaneMask has_nan = no_lanes();
+      Vec most = all(-kInfinity);
+      Mask has_nan = no_lanes();
       for (int64_t i = 0; i < kBlock; i += kLanes) {
-        const Lanes logits = load_lanes(x + i);
+        const Vec logits = load(x + i);
         prefetch(x + i + kAhead);
-        most = larger(most, logits);
+        most = max(most, logits);
         has_nan = either(has_nan, is_nan(logits));
       }
-      row_.maxima[block] = any(has_nan) ? NAN : largest(most);
+      row_.maxima[block] = any(has_nan) ? NAN : maximum(most);
     }
   }
 
-  Lanes weights(Lanes logits) const {
-    return power(multiply(subtract(logits, same_lanes(row_.largest)), same_lanes(row_.exponent_scale)));
+  Vec weights(Vec logits) const {
+    return power(mul(sub(logits, all(row_.largest)), all(row_.exponent_scale)));
   }
 
   // Chooses the largest logit if the row asks for it, or prepares the draw.
@@ -271,8 +271,8 @@ class Choice {
       if (row_.maxima[block] < border) continue;
       const float* x = logits_from(block * kBlock, kBlock, padded);
       for (int64_t i = 0; i < kBlock; i += kLanes) {
-        const Lanes logits = load_lanes(x + i);
-        const LaneMask is_large = at_least(logits, same_lanes(border));
+        const Vec logits = load(x + i);
+        const Mask is_large = at_least(logits, all(border));
         store_masked(found + num_found, is_large, logits);
         num_found += count(is_large);
       }
@@ -291,8 +291,8 @@ class Choice {
     float* weights = row_.open_weights;
     float* weights_of_maxima = weights + (num_blocks_ + kLanes - 1) / kLanes * kLanes;
     for_each_vector(num_blocks_, [&](int64_t i, int64_t count) {
-      store_lanes(weights + i, this->weights(load_lanes(logits + i, count)), count);
-      store_lanes(weights_of_maxima + i, this->weights(load_lanes(row_.maxima + i, count)), count);
+      store(weights + i, this->weights(load(logits + i, count)), count);
+      store(weights_of_maxima + i, this->weights(load(row_.maxima + i, count)), count);
     });
     Forecast forecast(row_.largest, row_.largest - smallest_above_floor(logits));
     for (int64_t block = 0; block < num_blocks_; block++) {
@@ -322,19 +322,19 @@ class Choice {
   template <int kEdges>
   void weigh(int64_t begin, int64_t end) {
     alignas(64) float padded[kStretch];
-    const Lanes floor = same_lanes(row_.floor);
+    const Vec floor = all(row_.floor);
     for (int64_t stretch = begin; stretch < end; stretch++) {
-      Lanes sums[kEdges + 1];
-      for (Lanes& sum : sums) sum = zero_lanes();
+      Vec sums[kEdges + 1];
+      for (Vec& sum : sums) sum = zero();
       if (is_above_floor(stretch)) {
         const float* x = logits_from(stretch * kStretch, kStretch, padded);
         const float* next = row_.next_logits + stretch * kStretch;
         for (int64_t i = 0; i < kStretch; i += kLanes) {
           prefetch_far(next + i);  // memory rests while weights are computed
-          const Lanes logits = load_lanes(x + i), each = weights(logits);
+          const Vec logits = load(x + i), each = weights(logits);
           sums[kEdges] = add_where(at_least(logits, floor), sums[kEdges], each);
           for (int edge = 0; edge < kEdges; edge++)
-            sums[edge] = add_where(at_least(logits, same_lanes(row_.edges.at[edge])), sums[edge], each);
+            sums[edge] = add_where(at_least(logits, all(row_.edges.at[edge])), sums[edge], each);
         }
       }
       for (int edge = 0; edge < kEdges; edge++) row_.sums[edge][stretch] = in_double(sums[edge]);
@@ -347,7 +347,7 @@ class Choice {
     return std::any_of(row_.maxima + begin, row_.maxima + end, [&](float most) { return most >= row_.floor; });
   }
 
-  static double in_double(Lanes x) {
+  static double in_double(Vec x) {
     DoubleSum sum;
     sum.add(x);
     return sum.total();
@@ -398,20 +398,20 @@ class Choice {
   void gather_open() {
     int64_t gathered = 0;
     alignas(64) float padded[kBlock];
-    const Lanes low = same_lanes(row_.low), high = same_lanes(row_.high);
+    const Vec low = all(row_.low), high = all(row_.high);
     for (int64_t block = 0; block < num_blocks_; block++) {
       if (row_.maxima[block] < row_.low) continue;
       const float* x = logits_from(block * kBlock, kBlock, padded);
       for (int64_t i = 0; i < kBlock; i += kLanes) {
-        const Lanes logits = load_lanes(x + i);
-        const LaneMask is_open = without(at_least(logits, low), at_least(logits, high));
+        const Vec logits = load(x + i);
+        const Mask is_open = without(at_least(logits, low), at_least(logits, high));
         store_places(row_.open_ids + gathered, is_open, static_cast<int32_t>(block * kBlock + i));
         gathered += count(is_open);
       }
     }
     for (int64_t i = 0; i < gathered; i++) row_.open_logits[i] = row_.logits[row_.open_ids[i]];
     for_each_vector(gathered, [&](int64_t i, int64_t count) {
-      store_lanes(row_.open_weights + i, weights(load_lanes(row_.open_logits + i, count)), count);
+      store(row_.open_weights + i, weights(load(row_.open_logits + i, count)), count);
     });
     row_.num_open = gathered;
   }
@@ -484,7 +484,7 @@ class Choice {
   int64_t draw_in(int64_t stretch, double target, const Cut& cut) const {
     alignas(64) float padded[kStretch], each[kStretch];
     const float* x = logits_from(stretch * kStretch, kStretch, padded);
-    for (int64_t i = 0; i < kStretch; i += kLanes) store_lanes(each + i, weights(load_lanes(x + i)));
+    for (int64_t i = 0; i < kStretch; i += kLanes) store(each + i, weights(load(x + i)));
     double up_to = 0;
     int64_t last = stretch * kStretch;
     for (int64_t i = 0; i < kStretch; i++) {
