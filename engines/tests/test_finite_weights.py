@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sagellm.accel.weights import WeightReader
 from sagellm.core import CheckpointError, TensorSpec
 from sagellm.engines import LLMEngine
 from sagellm.engines.loading.checkpoint import SafetensorsWeights
 from sagellm.engines.loading.safetensors_header import read_header
-from sagellm.engines.loading.weights import WeightReader
 from sagellm.engines.testing import make_checkpoint
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

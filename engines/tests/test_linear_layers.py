@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,7 @@ import torch
 from torch.nn import functional
 
 from sagellm.accel import widening
-from sagellm.accel.widening import Widening, widened_product
-from sagellm.core import WHOLE, LinearSpec, ModelMetrics, TensorSpec
-from sagellm.engines import LLMEngine, SamplingParams
-from sagellm.engines.layers.linear import (
+from sagellm.accel.linear import (
     LinearContext,
     PackedLinear,
     PlainLinear,
@@ -21,6 +19,10 @@ from sagellm.engines.layers.linear import (
     WideRows,
     linear_methods,
 )
+from sagellm.accel.widening import Widening, widened_product
+from sagellm.core import WHOLE, ModelMetrics, StoredTensor, TensorSpec
+from sagellm.core.protocols.linears import FusedLinear, LinearPart
+from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.testing import make_checkpoint
 
 MIN_ROWS = 4
@@ -38,7 +40,7 @@ def widened_rows(monkeypatch):
         rows.append(len(x))
         return widened_product(x, weight, bias)
 
-    monkeypatch.setattr("sagellm.engines.layers.linear.widened_product", noted)
+    monkeypatch.setattr("sagellm.accel.linear.widened_product", noted)
     return rows
 
 
@@ -74,10 +76,12 @@ def test_what_is_to_be_widened_is_not_packed(widened_rows):
 
 
 def test_memory_for_reading_is_gone_once_a_weight_is_packed(monkeypatch):
-    monkeypatch.setattr("sagellm.engines.layers.linear.packed_linear", lambda weight: None)
+    monkeypatch.setattr("sagellm.accel.linear.packed_linear", lambda weight: None)
     staging = Staging()
     linear, there = PackedLinear(CPU, staging), weakref.ref(staging)
-    linear.create([LinearSpec(TensorSpec("w", (8, 64), 0))], WHOLE, torch.bfloat16)
+    stored = StoredTensor(path=Path("w"), dtype="BF16", shape=(8, 64), num_bytes=1024)
+    part = LinearPart(TensorSpec("w", (8, 64), 0), None, slice(0, 8), stored)
+    linear.create(FusedLinear((part,)), WHOLE, torch.bfloat16)
     linear.load(0, SimpleNamespace(load=lambda tensor, out: out.fill_(1)))
     del staging
     assert there() is None

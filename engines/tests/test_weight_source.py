@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sagellm.accel.weights import WeightReader
 from sagellm.core import CheckpointError, Shard, TensorSpec
 from sagellm.engines.loading import SafetensorsFormat, open_checkpoint
 from sagellm.engines.loading.checkpoint import SafetensorsWeights
 from sagellm.engines.loading.safetensors_header import read_header
-from sagellm.engines.loading.weights import WeightReader
 from sagellm.engines.models import Qwen3Family
 
 SHAPE = (7, 6)
@@ -78,15 +78,16 @@ def test_a_file_that_became_shorter_is_an_error_and_not_the_end_of_the_process(t
 def test_reading_a_large_tensor_maps_a_few_mebibytes_at_a_time(tmp_path, monkeypatch):
     tensor = torch.randn(3000, 4000)  # 46 MiB
     weights = source(tmp_path, tensor)
-    sizes, get = [], weights.get
+    sizes, pieces = [], weights.pieces
 
     def noted(*arguments):
-        assert num_maps(tmp_path) == 0  # what was read before is no longer there
-        view = get(*arguments)
-        sizes.append(view.nbytes)
-        return view
+        for piece in pieces(*arguments):
+            sizes.append(piece.rows.nbytes)
+            yield piece
+            del piece
+            assert num_maps(tmp_path) == 0  # what was read is no longer there
 
-    monkeypatch.setattr(weights, "get", noted)
+    monkeypatch.setattr(weights, "pieces", noted)
     assert torch.equal(WeightReader(weights, torch.float32).load(TensorSpec("w", (3000, 4000))), tensor)
     assert sum(sizes) == tensor.nbytes
     assert max(sizes) <= 16 << 20

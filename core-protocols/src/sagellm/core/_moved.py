@@ -23,6 +23,8 @@ _MOVED = {
     "sagellm.engines.input_processor": "sagellm.engines.requests.input_processor",
     "sagellm.engines.output_processor": "sagellm.engines.requests.output_processor",
     "sagellm.engines.output_stream": "sagellm.engines.requests.output_stream",
+    "sagellm.engines.layers.linear": "sagellm.accel.linear",
+    "sagellm.engines.loading.weights": "sagellm.accel.weights",
     "sagellm.engines.outputs": "sagellm.engines.requests.outputs",
     "sagellm.engines.plots": "sagellm.lab.plots",
     "sagellm.engines.prompts": "sagellm.engines.requests.prompts",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sagellm.core.errors import CheckpointError
 from sagellm.core.protocols.model_spec import HFConfig, TensorSpec
@@ -29,6 +29,7 @@ class Shard:
 
 
 WHOLE = Shard()
+_PIECE_BYTES = 16 << 20  # of a file, whose pages count as this process's memory until they are unmapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,13 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+
+
+class Piece(NamedTuple):
+    """Some rows of a tensor, and the number of the first one."""
+
+    begin: int
+    rows: npt.NDArray[np.generic]
 
 
 class WeightSource(ABC):
@@ -57,6 +65,17 @@ class WeightSource(ABC):
         The shard is taken on `tensor.shard_axis`; a tensor without one is returned whole. Raises
         CheckpointError if the file has changed.
         """
+
+    def pieces(self, tensor: TensorSpec, multiple: int = 1) -> Iterator[Piece]:
+        """Yield a tensor in pieces of about 16 MiB, of a multiple of `multiple` rows each but the last.
+
+        Drop each before the next one: a file's pages are in memory as long as there is a view of it.
+        """
+        stored, whole = self.tensors[tensor.name], TensorSpec(tensor.name, tensor.shape)
+        num_rows = stored.shape[0] if stored.shape else 1
+        at_once = max(1, _PIECE_BYTES * num_rows // max(1, stored.num_bytes * multiple)) * multiple
+        for begin in range(0, num_rows, at_once):
+            yield Piece(begin, self.get(whole).reshape(stored.shape or 1)[begin : begin + at_once])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,13 +122,18 @@ class LayerSpec:
     feed_forward: FeedForwardSpec | ExpertsSpec
 
     @property
+    def feed_forwards(self) -> tuple[FeedForwardSpec, ...]:
+        """The experts; without them, the one feed-forward."""
+        forward = self.feed_forward
+        return forward.experts if isinstance(forward, ExpertsSpec) else (forward,)
+
+    @property
     def linears(self) -> Iterator[LinearSpec]:
         """Yield the linear layers."""
         yield from (self.query, self.key, self.value, self.output)
-        forward = self.feed_forward
-        if isinstance(forward, ExpertsSpec):
-            yield forward.router
-        for each in forward.experts if isinstance(forward, ExpertsSpec) else (forward,):
+        if isinstance(self.feed_forward, ExpertsSpec):
+            yield self.feed_forward.router
+        for each in self.feed_forwards:
             yield from (linear for linear in (each.gate, each.up, each.down) if linear is not None)
 
     @property

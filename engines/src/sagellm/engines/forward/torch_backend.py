@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from sagellm.accel.weights import WeightReader
 from sagellm.core import (
     WHOLE,
     AttentionBackendProtocol,
@@ -27,9 +28,8 @@ from sagellm.core import (
 )
 from sagellm.core.protocols.model_spec import TRANSFORMERS_CLASS
 from sagellm.engines.forward.device_memory import zeroed
-from sagellm.engines.loading.weights import WeightReader
 from sagellm.engines.models.causal_lm import BuildContext, CausalLM
-from sagellm.engines.models.decoder_loading import FEATURES, DecoderBuilder
+from sagellm.engines.models.decoder_loading import FEATURES, build_decoder
 
 
 class TorchForwardBackend(ForwardBackendProtocol):
@@ -148,7 +148,7 @@ class TorchForwardBackend(ForwardBackendProtocol):
 
 def _build(spec: ModelSpec, context: BuildContext) -> CausalLM:
     if spec.decoder is not None:
-        return DecoderBuilder(context).build(spec, spec.decoder)
+        return build_decoder(spec, context)
     from sagellm.engines.models.transformers_model import build_transformers
 
     return build_transformers(spec, context)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
+    from sagellm.accel.weights import WeightReader as WeightReader
     from sagellm.engines.loading.checkpoint import SafetensorsFormat as SafetensorsFormat
     from sagellm.engines.loading.device_and_dtype import (
         resolve_device as resolve_device,
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
     )
     from sagellm.engines.loading.source import resolve_source as resolve_source
     from sagellm.engines.loading.tokenizer import load_tokenizer as load_tokenizer
-    from sagellm.engines.loading.weights import WeightReader as WeightReader
 
 _MODULE_OF = {
     "GenerationDefaults": ".generation_defaults",
     "SafetensorsFormat": ".checkpoint",
-    "WeightReader": ".weights",
+    "WeightReader": "sagellm.accel.weights",
     "installed_families": ".format_and_family",
     "load_tokenizer": ".tokenizer",
     "open_checkpoint": ".load",

@@ -22,6 +22,7 @@ from sagellm.core import (
     TensorSpec,
     WeightSource,
 )
+from sagellm.core.protocols.checkpoint_format import Piece
 from sagellm.engines.loading.checkpoint import CONFIG, SafetensorsFormat, check_tensors
 from sagellm.engines.loading.device_and_dtype import dtype_name, resolve_dtype
 from sagellm.engines.loading.format_and_family import (
@@ -82,10 +83,20 @@ class _CountedWeights(WeightSource):
     def get(self, tensor: TensorSpec, shard: Shard = WHOLE) -> npt.NDArray[np.generic]:
         """Return a view of the file's bytes."""
         array = self._weights.get(tensor, shard)
+        self._count(tensor, array)
+        return array
+
+    def pieces(self, tensor: TensorSpec, multiple: int = 1) -> Iterator[Piece]:
+        """Yield a tensor's pieces, and count each."""
+        for piece in self._weights.pieces(tensor, multiple):
+            self._count(tensor, piece.rows)
+            yield piece
+            del piece  # before the next one is made
+
+    def _count(self, tensor: TensorSpec, array: npt.NDArray[np.generic]) -> None:
         num_bytes = min(array.nbytes, self._left[tensor.name])
         self._left[tensor.name] -= num_bytes
         self._advance(num_bytes)
-        return array
 
 
 def open_model(settings: ModelConfig, registry: PluginRegistry) -> OpenedModel:

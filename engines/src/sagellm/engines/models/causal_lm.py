@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sagellm.accel.weights import WeightReader
 from sagellm.core import AttentionBackendProtocol, InputBatch, ModelMetrics, QuantizerProtocol
-from sagellm.engines.loading.weights import WeightReader
 
 
 @dataclass(frozen=True, kw_only=True)

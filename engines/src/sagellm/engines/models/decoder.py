@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from sagellm.accel.linear import LinearContext, LinearMethod
 from sagellm.core import AttentionBackendProtocol, AttentionSpec, InputBatch, ModelMetrics
 from sagellm.engines.layers.activation import SiLUAndMul
 from sagellm.engines.layers.attention import Attention
-from sagellm.engines.layers.linear import LinearContext, LinearMethod
 from sagellm.engines.layers.rms_norm import HeadNorm, Normalised, RMSNorm
 from sagellm.engines.layers.rotary import RotaryEmbedding, RotaryTables
 from sagellm.engines.models.causal_lm import CausalLM

@@ -8,6 +8,14 @@ from typing import Any, cast
 
 import torch
 
+from sagellm.accel.linear import (
+    LinearContext,
+    LinearMethod,
+    PlainLinear,
+    QuantizedLinear,
+    WideRows,
+)
+from sagellm.accel.weights import WeightReader
 from sagellm.core import (
     AttentionBackendProtocol,
     AttentionSpec,
@@ -17,14 +25,6 @@ from sagellm.core import (
     QuantizerProtocol,
     TensorSpec,
 )
-from sagellm.engines.layers.linear import (
-    LinearContext,
-    LinearMethod,
-    PlainLinear,
-    QuantizedLinear,
-    WideRows,
-)
-from sagellm.engines.loading.weights import WeightReader
 from sagellm.engines.models.causal_lm import BuildContext, CausalLM
 from sagellm.engines.models.hf_config import read_hf_config
 from sagellm.engines.models.quiet import quiet_transformers

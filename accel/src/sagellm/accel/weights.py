@@ -1,14 +1,12 @@
-"""Copying tensors out of a weight source, in bounded memory."""
+"""Copying tensors out of a weight source to a device, in bounded memory."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sagellm.core import CheckpointError, Shard, StoredTensor, TensorSpec, WeightSource
+from sagellm.core import CheckpointError, TensorSpec, WeightSource
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -23,7 +21,6 @@ _DTYPES = {
     "F64": torch.float64,
 }
 _FLOATS = {"F16", "BF16", "F32", "F64"}
-_MAPPED_BYTES = 16 << 20  # of a file, whose pages count as this process's memory until they are unmapped
 _STAGING_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20  # small enough to be checked while it is in a core's own cache
 # The integer type of the same width, and the bits of infinity.
@@ -43,7 +40,7 @@ class WeightReader:
     """
 
     def __init__(self, weights: WeightSource, dtype: torch.dtype) -> None:
-        self._weights = weights
+        self.source = weights
         self._dtype = dtype
 
     def load(self, tensor: TensorSpec, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -52,7 +49,7 @@ class WeightReader:
         Raises CheckpointError if its type cannot be used, if a value is NaN or infinite, or if the file has
         changed.
         """
-        stored = self._weights.tensors[tensor.name]
+        stored = self.source.tensors[tensor.name]
         if stored.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{stored.path}: tensor {tensor.name!r} has the type {stored.dtype}; only plain integers and "
@@ -66,28 +63,14 @@ class WeightReader:
         assert out.is_contiguous(), "out is one piece"
         begin, flat = 0, out.view(-1)
         try:
-            for array in self._pieces(tensor, stored):
+            for piece in self.source.pieces(tensor):
+                array = piece.rows.reshape(-1)
                 _fill(flat[begin : begin + array.size], array, source)
                 begin += array.size
-                del array  # dropping the last view unmaps the file and frees the memory of its pages
+                del piece, array  # dropping the last view unmaps the file and frees the memory of its pages
         except _NotFiniteError as error:
             raise CheckpointError(f"{stored.path}: tensor {tensor.name!r} {error}") from None
         return out
-
-    def are_equal(self, one: TensorSpec, other: TensorSpec) -> bool:
-        """Say whether two tensors are stored as the same bytes."""
-        a, b = (self._weights.tensors[tensor.name] for tensor in (one, other))
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
-            map(np.array_equal, self._pieces(one, a), self._pieces(other, b))
-        )
-
-    def _pieces(self, tensor: TensorSpec, stored: StoredTensor) -> Iterator[npt.NDArray[np.generic]]:
-        """Yield a tensor's values, some rows at a time."""
-        rows = TensorSpec(tensor.name, tensor.shape, 0 if stored.shape else None)
-        num_rows = stored.shape[0] if stored.shape else 1
-        size = max(1, min(num_rows, -(-stored.num_bytes // _MAPPED_BYTES)))
-        for rank in range(size):
-            yield self._weights.get(rows, Shard(rank, size)).reshape(-1)
 
 
 class _NotFiniteError(Exception):
@@ -99,7 +82,7 @@ def _fill(out: torch.Tensor, array: npt.NDArray[np.generic], source: torch.dtype
     is_staged = source != out.dtype or out.device.type != "cpu"
     most = _STAGING_BYTES if out.device.type != "cpu" else _PIECE_BYTES
     size = max(1, min(len(out), most // source.itemsize))
-    staging = torch.empty(size if is_staged else 0, dtype=source)
+    staging = torch.empty(size if is_staged else 0, dtype=source, pin_memory=out.device.type == "cuda")
     raw = array.view(np.uint8)
     for begin in range(0, len(out), size):
         part = out[begin : begin + size]

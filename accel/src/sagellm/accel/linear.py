@@ -1,4 +1,4 @@
-"""Linear layers over plain and over quantized weights."""
+"""How linear layers store their weights and multiply by them: the only place that knows a format."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 
 from sagellm.accel.row_padding import padded_linear
+from sagellm.accel.weights import WeightReader
 from sagellm.accel.widening import can_pack, packed_linear, widened_product, widening_for
-from sagellm.core import WHOLE, LinearSpec, ModelMetrics, QuantizerProtocol, Shard
-
-if TYPE_CHECKING:
-    from sagellm.engines.loading.weights import WeightReader
+from sagellm.core import WHOLE, ModelMetrics, QuantizerProtocol, Shard, TensorSpec
+from sagellm.core.protocols.linears import FusedLinear
 
 
 class WideRows:
@@ -75,7 +73,7 @@ class LinearMethod(ABC):
     """
 
     @abstractmethod
-    def create(self, parts: Sequence[LinearSpec], shard: Shard, dtype: torch.dtype) -> None:
+    def create(self, linear: FusedLinear, shard: Shard, dtype: torch.dtype) -> None:
         """Prepare for parts whose outputs lie side by side, such as query, key and value."""
 
     @abstractmethod
@@ -103,22 +101,21 @@ class PlainLinear(LinearMethod):
         self._finish()
         return self
 
-    def create(self, parts: Sequence[LinearSpec], shard: Shard, dtype: torch.dtype) -> None:
+    def create(self, linear: FusedLinear, shard: Shard, dtype: torch.dtype) -> None:
         """Allocate one weight (out, in) and, where the parts have biases, one bias (out,)."""
         assert shard == WHOLE, "the backend refuses shards"
-        self._parts, self._num_missing = parts, len(parts)
-        rows = [part.weight.shape[0] for part in parts]
-        self._weight = self._allocate((sum(rows), parts[0].weight.shape[1]), dtype)
-        has_bias = any(part.bias is not None for part in parts)
-        self._bias = torch.zeros(sum(rows), dtype=dtype, device=self._device) if has_bias else None
-        self._begins = [0, *accumulate(rows)]
+        self._parts, self._num_missing = linear.parts, len(linear.parts)
+        self._num_outputs = linear.shape[0]
+        self._weight = self._allocate(linear.shape, dtype)
+        has_bias = linear.has_bias
+        self._bias = torch.zeros(self._num_outputs, dtype=dtype, device=self._device) if has_bias else None
 
     def load(self, part: int, weights: WeightReader) -> None:
         """Read a part straight into its place."""
-        spec, place = self._parts[part], slice(*self._begins[part : part + 2])
-        weights.load(spec.weight, self._weight[place])
-        if spec.bias is not None and self._bias is not None:
-            weights.load(spec.bias, self._bias[place])
+        read = self._parts[part]
+        weights.load(read.weight, self._weight[read.outputs])
+        if read.bias is not None and self._bias is not None:
+            weights.load(read.bias, self._bias[read.outputs])
         self._num_missing -= 1
         if not self._num_missing:
             self._finish()
@@ -167,7 +164,7 @@ class PackedLinear(PlainLinear):
     def apply(self, x: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
         """Multiply."""
         if not len(x):
-            return x.new_empty(0, self._begins[-1])
+            return x.new_empty(0, self._num_outputs)
         return self._multiply(x, self._bias)
 
     def _allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -219,3 +216,43 @@ def linear_methods(
     if PackedLinear.takes(dtype, device):
         return partial(PackedLinear, device, Staging())
     return partial(PlainLinear, device)
+
+
+class ModelLoader:
+    """Reads the tensors of one model to a device, each once, and adds up their sizes."""
+
+    def __init__(
+        self,
+        weights: WeightReader,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: Callable[[], LinearMethod],
+    ) -> None:
+        self._weights, self._dtype, self._device, self._method = weights, dtype, device, method
+        self._linears: list[LinearMethod] = []
+        self._others: list[torch.Tensor] = []
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """Read a tensor of no linear."""
+        tensor = torch.empty(spec.shape, dtype=self._dtype, device=self._device)
+        self._others.append(self._weights.load(spec, tensor))
+        return tensor
+
+    def linear(self, linear: FusedLinear, method: LinearMethod | None = None) -> LinearMethod:
+        """Read the parts of a linear, into a method of the model's kind if none is given."""
+        method = self._method() if method is None else method
+        method.create(linear, WHOLE, self._dtype)
+        for part in range(len(linear.parts)):
+            method.load(part, self._weights)
+        self._linears.append(method)
+        return method
+
+    def metrics(self) -> ModelMetrics:
+        """Return the size of everything that was read."""
+        linears = [linear.metrics() for linear in self._linears]
+        return ModelMetrics(
+            num_parameters=sum(each.num_parameters for each in linears)
+            + sum(tensor.numel() for tensor in self._others),
+            weight_bytes=sum(each.weight_bytes for each in linears)
+            + sum(tensor.nbytes for tensor in self._others),
+        )
