@@ -139,16 +139,18 @@ def test_each_expert_has_products_of_its_own_beside_the_router():
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_head_that_equals_the_embedding_is_tied_if_the_config_ties_it(is_tied):
     spec = model(feed_forward(), linear("head", VOCAB), is_tied=is_tied)
-    assert (lower(spec, Arrays(spec)).head is None) == is_tied
+    linears = lower(spec, Arrays(spec))
+    assert linears.is_tied == is_tied
+    assert parts_of(linears.head) == [("embedding" if is_tied else "head", 0, VOCAB)]
 
 
 def test_a_head_that_differs_from_the_embedding_is_used_and_said(caplog):
     spec = model(feed_forward(), linear("head", VOCAB), is_tied=True)
     weights = Arrays(spec)
     weights.arrays["head"][-1, -1] = 2
-    head = lower(spec, weights).head
-    assert head is not None
-    assert parts_of(head) == [("head", 0, VOCAB)]
+    linears = lower(spec, weights)
+    assert not linears.is_tied
+    assert parts_of(linears.head) == [("head", 0, VOCAB)]
     assert "differs from the embedding" in caplog.text
 
 

@@ -39,6 +39,7 @@ from sagellm.core import (
     Shard,
     UnsupportedModelError,
 )
+from sagellm.core.protocols.quantizer import IntegerForm, NullQuantizer
 
 CPU = torch.device("cpu")
 IDS = [(17 * i * i + 5 * i) % decoders.VOCAB for i in range(45)]
@@ -180,6 +181,41 @@ def test_quantized_weights_are_those_of_the_quantizer(variant, quantizer):
     assert counted.max_error_steps == pytest.approx(largest, abs=1e-6)
 
 
+class OwnQuantizer(NullQuantizer):
+    """What another package might have: the form of weights is all that the backend knows of it."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.counted = form, []
+
+    def integer_form(self, num_inputs):
+        return self.form
+
+    def count(self, original_bytes, quantized_bytes, max_error):
+        self.counted.append(quantized_bytes)
+
+
+@pytest.mark.parametrize(
+    ("form", "known"),
+    [
+        (IntegerForm(bits=8), Int8Quantizer),
+        (IntegerForm(bits=4, group_size=8, searches_scales=True), Int4Quantizer),
+    ],
+)
+def test_a_quantizer_is_known_by_the_form_of_its_weights(best, form, known):
+    decoder, own = make_decoder(VARIETIES["qwen3"]), OwnQuantizer(form)
+    known = known(QuantizationConfig(granularity=known.default_config.granularity, group_size=8))
+    logits = in_pieces(make(decoder, quantizer=own), [20])
+    assert torch.equal(logits, in_pieces(make(decoder, quantizer=known), [20]))
+    assert sum(own.counted) == known.metrics().quantized_bytes
+
+
+def test_groups_that_do_not_divide_a_matrix_are_refused(best):
+    own = OwnQuantizer(IntegerForm(bits=4, group_size=64))
+    with pytest.raises(UnsupportedModelError, match="groups of 64 do not divide the 48 columns"):
+        make(make_decoder(VARIETIES["qwen3"]), quantizer=own)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantizer", [None, Int8Quantizer])
 def test_a_sequence_has_the_same_bits_alone_and_batched(variant, dtype, quantizer):
@@ -317,7 +353,8 @@ def test_what_it_cannot_run_is_refused_with_the_reason_before_a_weight_is_read()
     assert "runs on CPUs, not on cuda" in refusal(device=torch.device("cuda:1"))
     assert "not torch.float16" in refusal(dtype=torch.float16)
     assert "cannot hold a part of a model" in refusal(shard=Shard(0, 2))
-    assert "does not know the quantizer Foreign" in refusal(quantizer=type("Foreign", (Int8Quantizer,), {})())
+    foreign = type("Foreign", (Int8Quantizer,), {})()
+    assert "cannot make the weights of the quantizer Foreign" in refusal(quantizer=foreign)
     per_group = QuantizationConfig(granularity=QuantizationGranularity.PER_GROUP)
     assert "Int8Quantizer" in refusal(quantizer=Int8Quantizer(per_group))
     odd = replace(spec, attention=tuple(replace(each, head_dim=24) for each in spec.attention))

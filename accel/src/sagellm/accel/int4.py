@@ -8,7 +8,8 @@ import torch
 
 from sagellm.accel.int8 import IntegerQuantizer, round_up, scale_rows
 from sagellm.accel.slices import row_slices
-from sagellm.core import QuantizationConfig, QuantizationGranularity
+from sagellm.core import QuantizationConfig, QuantizationGranularity, check_weight_shape
+from sagellm.core.protocols.quantizer import IntegerForm
 
 _GROUP_SIZES = (128, 64, 32, 16, 8, 4, 2, 1)
 _SHRINKS = (1.0, 0.93, 0.86, 0.79, 0.72)
@@ -42,6 +43,23 @@ class Int4Quantizer(IntegerQuantizer):
             return self._config
         size = next(size for size in _GROUP_SIZES if weight.shape[1] % size == 0)
         return replace(self._config, group_size=size)
+
+    def integer_form(self, num_inputs: int) -> IntegerForm | None:
+        """Return the form with a scale for each group; None of others and of derived classes."""
+        if (
+            type(self) is not Int4Quantizer
+            or self._config.granularity is not QuantizationGranularity.PER_GROUP
+        ):
+            return None
+        row = torch.empty(1, num_inputs, device="meta")
+        config = self.config_for(row)
+        check_weight_shape(row, config)
+        return IntegerForm(
+            bits=4,
+            group_size=config.group_size,
+            clip_ratio=config.clip_ratio,
+            searches_scales=self.search_scales,
+        )
 
     def _scales(self, weight: torch.Tensor, num_groups: int) -> torch.Tensor:
         widest = super()._scales(weight, num_groups)

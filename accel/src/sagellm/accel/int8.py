@@ -20,6 +20,7 @@ from sagellm.core import (
     check_weight_shape,
     get_logger,
 )
+from sagellm.core.protocols.quantizer import IntegerForm
 
 _HAS_PACKED_KERNEL = hasattr(torch.ops.aten, "_weight_int8pack_mm")
 _PACKED_MAX_TOKENS = 6  # above that, expanding the weights once costs less than the slower product
@@ -164,16 +165,6 @@ class IntegerQuantizer(QuantizerProtocol):
         with self._lock:
             return QuantizerMetrics(**vars(self._metrics))
 
-    @property
-    def granularity(self) -> QuantizationGranularity:
-        """How many weights share a scale."""
-        return self._config.granularity
-
-    @property
-    def clip_ratio(self) -> float:
-        """What the largest magnitude is multiplied by before a scale is chosen from it."""
-        return float(self._config.clip_ratio)
-
     def config_for(self, weight: torch.Tensor) -> QuantizationConfig:
         """Return how this weight is to be quantized."""
         del weight
@@ -218,6 +209,13 @@ class Int8Quantizer(IntegerQuantizer):
     """Rounds weights to 255 levels, scale = clip_ratio · max|w| ÷ 127; one scale per row by default."""
 
     lowest, highest = -127, 127  # without -128, so that negating a weight negates its code
+
+    def integer_form(self, num_inputs: int) -> IntegerForm | None:
+        """Return the form with a scale for each output; None of others and of derived classes."""
+        is_known = type(self) is Int8Quantizer
+        if not is_known or self._config.granularity is not QuantizationGranularity.PER_CHANNEL:
+            return None
+        return IntegerForm(bits=8, clip_ratio=self._config.clip_ratio)
 
 
 def _largest(rows: torch.Tensor, num_groups: int) -> torch.Tensor:

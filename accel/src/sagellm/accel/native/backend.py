@@ -100,12 +100,12 @@ class NativeForwardBackend(ForwardBackendProtocol):
         if shard != WHOLE:
             raise UnsupportedModelError(f"it cannot hold a part of a model, and was asked for {shard}")
         kind_of(dtype)
-        known = check_quantizer(quantizer)
+        if quantizer is not None:
+            check_quantizer(quantizer, spec.geometry.hidden_size)
         _check_geometry(spec)
         library = best_or_named(variant)
-        assert spec.decoder is not None, "the features lack classes of transformers"
         self._functions = library.functions
-        self._model = NativeModel(library, spec.decoder, spec.geometry, weights, dtype, known)
+        self._model = NativeModel(library, spec, weights, dtype, quantizer)
         self._vocab_size = spec.geometry.vocab_size
         self._kv: Bytes | None = None  # (blocks, bytes per block)
         self._ahead_fraction = ahead_fraction

@@ -101,7 +101,7 @@ def weight_memory(num_bytes: int) -> Iterator[None]:
 def pages_for_weights(num_bytes: int) -> Bytes:
     """Return zeros as `zeroed_pages` does, out of `weight_memory` if this is inside its block."""
     ahead = _weight_memory.get()
-    taken = None if ahead is None or not num_bytes else ahead.take(num_bytes)
+    taken = None if ahead is None else ahead.take(num_bytes)
     return zeroed_pages(num_bytes) if taken is None else taken
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from weakref import finalize
 
 import torch
 
-from sagellm.accel.int8 import IntegerQuantizer
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import NativeLibrary
 from sagellm.accel.native.rope import RopeTable
@@ -19,32 +17,18 @@ from sagellm.accel.native.weights import (
     aligned,
     bytes_of,
     kind_of,
-    quantized_matrix,
+    matrix_of,
 )
 from sagellm.core import (
-    DecoderSpec,
-    ExpertsSpec,
     LayerSpec,
-    LinearSpec,
-    ModelGeometry,
     ModelMetrics,
+    ModelSpec,
     NormSpec,
+    QuantizerProtocol,
     RopeSpec,
     WeightSource,
-    get_logger,
 )
-
-logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class LayerMatrices:
-    """The products of one layer."""
-
-    qkv: Matrix
-    output: Matrix
-    gate_up: Matrix
-    down: Matrix
+from sagellm.core.protocols.linears import FusedLinear, LayerLinears, lower
 
 
 class NativeModel:
@@ -53,36 +37,41 @@ class NativeModel:
     def __init__(
         self,
         library: NativeLibrary,
-        decoder: DecoderSpec,
-        geometry: ModelGeometry,
+        spec: ModelSpec,
         weights: WeightSource,
         dtype: torch.dtype,
-        quantizer: IntegerQuantizer | None,
+        quantizer: QuantizerProtocol | None,
     ) -> None:
+        decoder = spec.decoder
+        assert decoder is not None, "the features lack classes of transformers"
         self._functions = library.functions
         self._kind, self._quantizer = kind_of(dtype), quantizer
-        self._num_positions = geometry.max_model_len
-        matrices = [self._matrices(layer) for layer in decoder.layers]
-        packer = WeightPacker(library, weights, 0)
-        head = self._own_head(decoder, packer, is_tied=geometry.tie_word_embeddings)
-        has_table = head is not None
-        head_matrix = self._head_matrix(decoder, head)
-        self._packer = WeightPacker(
-            library, weights, self._num_bytes(matrices, head_matrix, decoder, has_table)
+        self._num_positions = spec.geometry.max_model_len
+        linears = lower(spec, weights)
+        matrices = [self._matrices(layer) for layer in linears.layers]
+        # int8 with any quantizer, as the head is the largest matrix of a small model.
+        head = self._matrix(linears.head).with_bits(8)
+        num_bytes = sum(
+            aligned(bytes_of(self._functions, each))
+            for each in (head, *(matrix for layer in matrices for matrix in layer))
         )
+        if not linears.is_tied:
+            rows, width = decoder.embedding.shape
+            num_bytes += aligned(rows * width * (2 if self._kind is WeightKind.BF16 else 4))
+        self._packer = packer = WeightPacker(library, weights, num_bytes)
         self._ropes: list[tuple[RopeSpec, RopeTable]] = []
         layers = (structures.Layer * len(matrices))()
         first = decoder.layers[0].attention
         table = structures.Model(
             num_layers=len(matrices),
             hidden=decoder.embedding.shape[1],
-            vocab=head_matrix.num_outputs,
+            vocab=head.linear.shape[0],
             num_heads=first.num_heads,
             num_kv_heads=first.num_kv_heads,
             head_dim=first.head_dim,
             layers=ctypes.addressof(layers),
-            head=self._packer.linear(head_matrix, quantizer),
-            embedding=self._packer.rows(decoder.embedding, self._kind) if has_table else None,
+            head=packer.linear(head, quantizer),
+            embedding=None if linears.is_tied else packer.rows(decoder.embedding, self._kind),
             embedding_kind=0 if self._kind is WeightKind.BF16 else 2,
             norm=self._norm(decoder.norm),
         )
@@ -101,63 +90,26 @@ class NativeModel:
         for _, table in self._ropes:
             table.cover(num_positions)
 
-    def _matrices(self, layer: LayerSpec) -> LayerMatrices:
-        forward = layer.feed_forward
-        assert not isinstance(forward, ExpertsSpec), "the features lack experts"
-        assert forward.gate is not None, "the features lack ungated"
-        return LayerMatrices(
-            qkv=self._matrix(layer.query, layer.key, layer.value),
-            output=self._matrix(layer.output),
-            gate_up=quantized_matrix((forward.gate, forward.up), self._kind, self._quantizer, is_gated=True),
-            down=self._matrix(forward.down),
-        )
+    def _matrices(self, layer: LayerLinears) -> tuple[Matrix, Matrix, Matrix, Matrix]:
+        ((gate_up, down),) = layer.feed_forward  # the features lack experts
+        gated = self._matrix(gate_up, is_gated=True)
+        return self._matrix(layer.qkv), self._matrix(layer.output), gated, self._matrix(down)
 
-    def _matrix(self, *parts: LinearSpec) -> Matrix:
-        return quantized_matrix(parts, self._kind, self._quantizer)
+    def _matrix(self, linear: FusedLinear, *, is_gated: bool = False) -> Matrix:
+        return matrix_of(linear, self._kind, self._quantizer, is_gated=is_gated)
 
-    def _own_head(self, decoder: DecoderSpec, packer: WeightPacker, *, is_tied: bool) -> LinearSpec | None:
-        """Return the head, or None if it is the embedding; as transformers, a different one is used."""
-        head = decoder.head
-        if head is None or (is_tied and packer.are_equal(head.weight, decoder.embedding)):
-            return None
-        if is_tied:
-            logger.warning(
-                "tie_word_embeddings is true in config.json, but the checkpoint has a %s that differs from "
-                "the embedding: it is used, as transformers does",
-                head.weight.name,
-            )
-        return head
-
-    def _head_matrix(self, decoder: DecoderSpec, head: LinearSpec | None) -> Matrix:
-        """Return the head: int8 with any quantizer, as it is the largest matrix of a small model."""
-        parts = (LinearSpec(decoder.embedding) if head is None else head,)
-        return Matrix(parts=parts, kind=self._kind if self._quantizer is None else WeightKind.INT8)
-
-    def _num_bytes(
-        self,
-        matrices: list[LayerMatrices],
-        head: Matrix,
-        decoder: DecoderSpec,
-        has_table: bool,  # noqa: FBT001
-    ) -> int:
-        each = [head, *(one for layer in matrices for one in vars(layer).values())]
-        num_bytes = sum(aligned(bytes_of(self._functions, matrix)) for matrix in each)
-        rows, width = decoder.embedding.shape
-        item_bytes = 2 if self._kind is WeightKind.BF16 else 4
-        return num_bytes + (aligned(rows * width * item_bytes) if has_table else 0)
-
-    def _layer(self, layer: LayerSpec, matrices: LayerMatrices) -> structures.Layer:
-        packer, quantizer = self._packer, self._quantizer
+    def _layer(self, layer: LayerSpec, matrices: tuple[Matrix, Matrix, Matrix, Matrix]) -> structures.Layer:
+        qkv, output, gate_up, down = (self._packer.linear(each, self._quantizer) for each in matrices)
         cos, sin = self._rope(layer.rope).addresses
         return structures.Layer(
             input_norm=self._norm(layer.input_norm),
             query_norm=self._norm(layer.query_norm),
             key_norm=self._norm(layer.key_norm),
             forward_norm=self._norm(layer.feed_forward_norm),
-            qkv=packer.linear(matrices.qkv, quantizer),
-            output=packer.linear(matrices.output, quantizer),
-            gate_up=packer.linear(matrices.gate_up, quantizer),
-            down=packer.linear(matrices.down, quantizer),
+            qkv=qkv,
+            output=output,
+            gate_up=gate_up,
+            down=down,
             cos=cos,
             sin=sin,
             rotary_dim=layer.rope.rotary_dim,

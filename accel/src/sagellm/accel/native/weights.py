@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sagellm.accel.int4 import Int4Quantizer
-from sagellm.accel.int8 import Int8Quantizer, IntegerQuantizer
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import NativeLibrary
 from sagellm.accel.native.memory import Bytes, pages_for_weights
 from sagellm.core import (
     CheckpointError,
-    LinearSpec,
-    QuantizationGranularity,
     QuantizerProtocol,
-    StoredTensor,
     TensorSpec,
     UnsupportedModelError,
     WeightSource,
-    check_weight_shape,
 )
+from sagellm.core.protocols.linears import FusedLinear, LinearPart
+from sagellm.core.protocols.quantizer import IntegerForm
 
 Floats = npt.NDArray[np.float32]
 
@@ -42,10 +37,10 @@ class WeightKind(IntEnum):
 
 _STORED = {"BF16": 0, "F16": 1, "F32": 2, "F64": 3}
 _KINDS = {torch.bfloat16: WeightKind.BF16, torch.float32: WeightKind.F32}
+_INTEGERS = {8: WeightKind.INT8, 4: WeightKind.INT4}
 _ITEMS: dict[WeightKind, type[np.generic]] = {WeightKind.BF16: np.uint16, WeightKind.F32: np.float32}
 _AS_STORED = {WeightKind.BF16: _STORED["BF16"], WeightKind.F32: _STORED["F32"]}
 _NOT_FINITE, _TOO_LARGE = 1, 2
-_MAPPED_BYTES = 16 << 20  # of a file, whose pages count as this process's memory until they are unmapped
 _ALIGNMENT = 4096  # each matrix begins on a page of its own
 
 
@@ -57,40 +52,36 @@ def kind_of(dtype: torch.dtype) -> WeightKind:
     return _KINDS[dtype]
 
 
-def check_quantizer(quantizer: QuantizerProtocol | None) -> IntegerQuantizer | None:
-    """Return a quantizer whose formulas the library has. Raises UnsupportedModelError for any other."""
-    if quantizer is None:
-        return None
-    kind = type(quantizer)
-    if kind not in (Int8Quantizer, Int4Quantizer):
-        raise UnsupportedModelError(f"it does not know the quantizer {kind.__name__}")
-    assert isinstance(quantizer, IntegerQuantizer), "both are"
-    wanted = (
-        QuantizationGranularity.PER_CHANNEL if kind is Int8Quantizer else QuantizationGranularity.PER_GROUP
-    )
-    if quantizer.granularity is not wanted:
-        raise UnsupportedModelError(f"it has {kind.__name__} {wanted}, not {quantizer.granularity}")
-    return quantizer
+def check_quantizer(quantizer: QuantizerProtocol, num_inputs: int) -> None:
+    """Raise UnsupportedModelError unless the library can make what a quantizer makes of weights."""
+    form = quantizer.integer_form(num_inputs)
+    if form is None or form.bits not in _INTEGERS or (form.bits == 4) != bool(form.group_size):
+        raise UnsupportedModelError(
+            f"it cannot make the weights of the quantizer {type(quantizer).__name__} as it is configured; it "
+            f"makes int8 with a scale for each output, and int4 with a scale for each group"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """One packed matrix: linear layers side by side, or a gate with what it multiplies."""
+    """One packed matrix: a fused linear, whose gate may be interleaved with what it multiplies."""
 
-    parts: tuple[LinearSpec, ...]
+    linear: FusedLinear
     kind: WeightKind
-    group: int = 0  # inputs per scale (int4)
+    form: IntegerForm | None = None  # of the kinds INT8 and INT4
     is_gated: bool = False
 
     @property
-    def num_outputs(self) -> int:
-        """Outputs of all parts."""
-        return sum(part.weight.shape[0] for part in self.parts)
+    def group(self) -> int:
+        """Inputs that share a scale; 0: all."""
+        return self.form.group_size if self.form is not None else 0
 
-    @property
-    def num_inputs(self) -> int:
-        """Inputs of each part."""
-        return self.parts[0].weight.shape[1]
+    def with_bits(self, bits: int) -> Matrix:
+        """Return the same with a scale for each output, if it is of integers."""
+        if self.form is None:
+            return self
+        form = replace(self.form, bits=bits, group_size=0)
+        return replace(self, kind=_INTEGERS[bits], form=form)
 
 
 class WeightPacker:
@@ -112,26 +103,23 @@ class WeightPacker:
         """What has to live as long as the packed weights are used."""
         return self._memory, self._kept
 
-    def linear(self, matrix: Matrix, quantizer: IntegerQuantizer | None) -> structures.Linear:
+    def linear(self, matrix: Matrix, quantizer: QuantizerProtocol | None) -> structures.Linear:
         """Pack one matrix and its biases. Raises CheckpointError for values that cannot be used."""
+        num_outputs, num_inputs = matrix.linear.shape
         linear = structures.Linear(
             kind=matrix.kind,
             is_gated=matrix.is_gated,
-            n=matrix.num_outputs,
-            k=matrix.num_inputs,
+            n=num_outputs,
+            k=num_inputs,
             group=matrix.group,
             data=self._take(bytes_of(self._library, matrix)),
-            bias=self._bias(matrix),
+            bias=self._bias(matrix.linear),
         )
-        is_quantized = matrix.kind in (WeightKind.INT8, WeightKind.INT4)
-        begin = 0
-        for part in matrix.parts:
-            if is_quantized and quantizer is not None:
-                self._quantize(linear, begin, part.weight, quantizer)
-            else:
-                self._pack(linear, begin, part.weight)
-            begin += part.weight.shape[0]
-            self.num_parameters += part.weight.shape[0] * part.weight.shape[1]
+        for part in matrix.linear.parts:
+            max_error = self._pack(linear, part, matrix.form)
+            if matrix.form is not None and quantizer is not None:
+                quantizer.count(part.stored.num_bytes, _packed_bytes(part, matrix.form), max_error)
+        self.num_parameters += num_outputs * num_inputs
         return linear
 
     def rows(self, tensor: TensorSpec, kind: WeightKind) -> int:
@@ -139,10 +127,10 @@ class WeightPacker:
         item = np.dtype(_ITEMS[kind])
         num_rows, width = tensor.shape
         address = self._take(num_rows * width * item.itemsize)
-        for begin, view in self._pieces(tensor, 1):
-            target = address + begin * width * item.itemsize
-            self._convert(tensor, view, _AS_STORED[kind], target)
-            del view  # as in `_pack`
+        for piece in self._weights.pieces(tensor):
+            target = address + piece.begin * width * item.itemsize
+            self._convert(tensor, piece.rows, _AS_STORED[kind], target)
+            del piece  # as in `_pack`
         self.num_parameters += num_rows * width
         return address
 
@@ -158,85 +146,47 @@ class WeightPacker:
         self.num_parameters += values.size
         return self._keep(values)
 
-    def are_equal(self, one: TensorSpec, other: TensorSpec) -> bool:
-        """Say whether two tensors are stored as the same bytes."""
-        a, b = (self._weights.tensors[tensor.name] for tensor in (one, other))
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            return False
-        return all(
-            np.array_equal(x, y)
-            for (_, x), (_, y) in zip(self._pieces(one, 1), self._pieces(other, 1), strict=True)
-        )
-
-    def _bias(self, matrix: Matrix) -> int | None:
+    def _bias(self, linear: FusedLinear) -> int | None:
         """Return the biases of all parts, zeros where a part has none; None if no part has any."""
-        if all(part.bias is None for part in matrix.parts):
+        if not linear.has_bias:
             return None
-        values, begin = np.zeros(matrix.num_outputs, np.float32), 0
-        for part in matrix.parts:
+        values = np.zeros(linear.shape[0], np.float32)
+        for part in linear.parts:
             if part.bias is not None:
                 view = self._weights.get(TensorSpec(part.bias.name, part.bias.shape))
-                self._convert(part.bias, view, _STORED["F32"], values[begin:].ctypes.data)
+                self._convert(part.bias, view, _STORED["F32"], values[part.outputs].ctypes.data)
                 self.num_parameters += part.bias.shape[0]
-            begin += part.weight.shape[0]
         return self._keep(values)
 
-    def _pack(self, linear: structures.Linear, first: int, tensor: TensorSpec) -> None:
-        stored = self._stored(tensor)
-        for begin, view in self._pieces(tensor, self._library.sage_pack_granularity()):
-            status = self._library.sage_pack(
-                ctypes.byref(linear),
-                first + begin,
-                len(view),
-                _STORED[stored.dtype],
-                view.ctypes.data,
-                torch.get_num_threads(),
-            )
-            self._check(status, tensor)
-            del view  # dropping the last view unmaps the file and frees the memory of its pages
-
-    def _quantize(
-        self, linear: structures.Linear, first: int, tensor: TensorSpec, quantizer: IntegerQuantizer
-    ) -> None:
-        stored, max_error = self._stored(tensor), ctypes.c_float()
-        for begin, view in self._pieces(tensor, self._library.sage_pack_granularity()):
-            status = self._library.sage_pack_quantized(
-                ctypes.byref(linear), first + begin, len(view), _STORED[stored.dtype], view.ctypes.data,
-                quantizer.clip_ratio, ctypes.byref(max_error), torch.get_num_threads(),
-                isinstance(quantizer, Int4Quantizer) and quantizer.search_scales,
+    def _pack(self, linear: structures.Linear, part: LinearPart, form: IntegerForm | None) -> float:
+        """Pack a part's rows, and return the largest error in steps if they become integers."""
+        max_error, stored = ctypes.c_float(), _STORED[part.stored.dtype]
+        for piece in self._weights.pieces(part.weight, self._library.sage_pack_granularity()):
+            rows = np.ascontiguousarray(piece.rows)
+            given = (
+                ctypes.byref(linear), part.outputs.start + piece.begin, len(rows), stored, rows.ctypes.data
             )  # fmt: skip
-            self._check(status, tensor)
-            del view  # as in `_pack`
-        rows, columns = tensor.shape
-        scale_bytes = 4 * rows * (columns // linear.group if linear.kind == WeightKind.INT4 else 1)
-        code_bytes = rows * columns // (2 if linear.kind == WeightKind.INT4 else 1)
-        quantizer.count(stored.num_bytes, code_bytes + scale_bytes, max_error.value)
-
-    def _pieces(self, tensor: TensorSpec, multiple: int) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
-        """Yield some rows of a tensor at a time, a multiple of `multiple`, with the number of the first."""
-        stored = self._stored(tensor)
-        whole = TensorSpec(tensor.name, tensor.shape)
-        num_rows = stored.shape[0]
-        at_once = max(1, _MAPPED_BYTES * num_rows // max(1, stored.num_bytes * multiple)) * multiple
-        for begin in range(0, num_rows, at_once):
-            yield begin, np.ascontiguousarray(self._weights.get(whole)[begin : begin + at_once])
+            if form is None:
+                status = self._library.sage_pack(*given, torch.get_num_threads())
+            else:
+                status = self._library.sage_pack_quantized(
+                    *given,
+                    form.clip_ratio,
+                    ctypes.byref(max_error),
+                    torch.get_num_threads(),
+                    form.searches_scales,
+                )
+            self._check(status, part.weight)
+            del piece, rows  # dropping the last view unmaps the file and frees the memory of its pages
+        return float(max_error.value)
 
     def _convert(self, tensor: TensorSpec, view: npt.NDArray[np.generic], target: int, address: int) -> None:
-        stored = _STORED[self._stored(tensor).dtype]
+        stored = _STORED[self._weights.tensors[tensor.name].dtype]
         view = np.ascontiguousarray(view)
         status = self._library.sage_convert(
             stored, view.ctypes.data, view.size, target, address, torch.get_num_threads()
         )
         self._check(status, tensor)
-
-    def _stored(self, tensor: TensorSpec) -> StoredTensor:
-        stored = self._weights.tensors[tensor.name]
-        if stored.dtype not in _STORED:
-            raise CheckpointError(
-                f"{stored.path}: tensor {tensor.name!r} has the type {stored.dtype}; only "
-                f"{', '.join(sorted(_STORED))} can be loaded"
-            )
-        return stored
 
     def _check(self, status: int, tensor: TensorSpec) -> None:
         what = {
@@ -262,7 +212,7 @@ class WeightPacker:
 
 def bytes_of(functions: ctypes.CDLL, matrix: Matrix) -> int:
     """Return the packed size of a matrix."""
-    return int(functions.sage_weight_bytes(matrix.kind, matrix.num_outputs, matrix.num_inputs, matrix.group))
+    return int(functions.sage_weight_bytes(matrix.kind, *matrix.linear.shape, matrix.group))
 
 
 def aligned(num_bytes: int) -> int:
@@ -270,22 +220,26 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def quantized_matrix(
-    parts: tuple[LinearSpec, ...],
-    kind: WeightKind,
-    quantizer: IntegerQuantizer | None,
-    *,
-    is_gated: bool = False,
+def matrix_of(
+    linear: FusedLinear, kind: WeightKind, quantizer: QuantizerProtocol | None, *, is_gated: bool = False
 ) -> Matrix:
-    """Describe a matrix as the quantizer stores it, or in `kind` without one.
+    """Describe a linear as the quantizer stores it, or in `kind` without one.
 
     Raises InvalidInputError for a shape that does not divide into the quantizer's groups.
     """
-    if quantizer is None:
-        return Matrix(parts=parts, kind=kind, is_gated=is_gated)
-    weight = torch.empty(parts[0].weight.shape, device="meta")
-    config = quantizer.config_for(weight)
-    check_weight_shape(weight, config)
-    if isinstance(quantizer, Int4Quantizer):
-        return Matrix(parts=parts, kind=WeightKind.INT4, group=config.group_size, is_gated=is_gated)
-    return Matrix(parts=parts, kind=WeightKind.INT8, is_gated=is_gated)
+    form = None if quantizer is None else quantizer.integer_form(linear.shape[1])
+    if form is None:
+        return Matrix(linear=linear, kind=kind, is_gated=is_gated)
+    if form.group_size and linear.shape[1] % form.group_size:
+        raise UnsupportedModelError(
+            f"the quantizer's groups of {form.group_size} do not divide the {linear.shape[1]} columns of "
+            f"{linear.parts[0].weight.name}"
+        )
+    return Matrix(linear=linear, kind=_INTEGERS[form.bits], form=form, is_gated=is_gated)
+
+
+def _packed_bytes(part: LinearPart, form: IntegerForm) -> int:
+    """Return what the codes and scales of a part take."""
+    rows, columns = part.weight.shape
+    num_groups = columns // form.group_size if form.group_size else 1
+    return rows * columns * form.bits // 8 + 4 * rows * num_groups

@@ -61,10 +61,11 @@ class LayerLinears:
 
 @dataclass(frozen=True)
 class DecoderLinears:
-    """The products of a decoder. Without a head of its own, it multiplies by the embedding."""
+    """The products of a decoder. A tied head multiplies by the embedding."""
 
     layers: tuple[LayerLinears, ...]
-    head: FusedLinear | None
+    head: FusedLinear
+    is_tied: bool
 
 
 def lower(spec: ModelSpec, weights: WeightSource) -> DecoderLinears:
@@ -82,11 +83,10 @@ def lower(spec: ModelSpec, weights: WeightSource) -> DecoderLinears:
                 f"{stored.path}: tensor {tensor.name!r} has the type {stored.dtype}; only "
                 f"{', '.join(_PLAIN)} can be loaded"
             )
-    head = decoder.head
+    head, is_tied = decoder.head, decoder.head is None
     if head is not None and spec.geometry.tie_word_embeddings:
-        if _are_equal(weights, head.weight, decoder.embedding):
-            head = None
-        else:
+        is_tied = _are_equal(weights, head.weight, decoder.embedding)
+        if not is_tied:
             logger.warning(
                 "tie_word_embeddings is true in config.json, but the checkpoint has a %s that differs from "
                 "the embedding: it is used, as transformers does",
@@ -94,7 +94,8 @@ def lower(spec: ModelSpec, weights: WeightSource) -> DecoderLinears:
             )
     return DecoderLinears(
         layers=tuple(_lower_layer(layer, weights) for layer in decoder.layers),
-        head=None if head is None else _fuse(weights, head),
+        head=_fuse(weights, LinearSpec(decoder.embedding) if is_tied else head),
+        is_tied=is_tied,
     )
 
 

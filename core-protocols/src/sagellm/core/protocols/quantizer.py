@@ -59,6 +59,20 @@ class QuantizationOutput:
         return self.values.nbytes + self.scales.nbytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class IntegerForm:
+    """Symmetric integers, value = round(w ÷ scale), for kernels that quantize and pack weights themselves.
+
+    8 bits are -127 … 127 and 4 bits -8 … 7; scale = clip_ratio · max|w| ÷ 127 or 7, rounded up to 8
+    significant bits, or what `searches_scales` finds (`Int4Quantizer`).
+    """
+
+    bits: int
+    group_size: int = 0  # inputs that share a scale; 0: all of an output
+    clip_ratio: float = 1.0
+    searches_scales: bool = False
+
+
 @dataclass(kw_only=True)
 class QuantizerMetrics:
     """Counts of what has been quantized so far."""
@@ -123,6 +137,16 @@ class QuantizerProtocol(ABC):
         self, x: torch.Tensor, output: QuantizationOutput, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return `x @ weight.T + bias` in x's dtype; x is (tokens, in)."""
+
+    def integer_form(self, num_inputs: int) -> IntegerForm | None:
+        """Return what a kernel may make of weights by itself, calling `count` for each; None: nothing.
+
+        Raises InvalidInputError for columns that do not divide into groups.
+        """
+        return None
+
+    def count(self, original_bytes: int, quantized_bytes: int, max_error: float) -> None:  # noqa: B027
+        """Count a weight that a kernel has quantized; `max_error` is its largest error in steps."""
 
     @abstractmethod
     def metrics(self) -> QuantizerMetrics:

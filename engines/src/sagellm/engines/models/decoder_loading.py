@@ -37,7 +37,7 @@ def build_decoder(spec: ModelSpec, context: BuildContext) -> Decoder:
         for index, (layer, products) in enumerate(zip(decoder.layers, linears.layers, strict=True))
     ]
     model = DecoderModel(embedding, layers, _norm(loader, decoder.norm), rotary)
-    head = PlainLinear(device).adopt(embedding) if linears.head is None else loader.linear(linears.head)
+    head = PlainLinear(device).adopt(embedding) if linears.is_tied else loader.linear(linears.head)
     return Decoder(model, head, LinearContext(WideRows(dtype, device)), loader.metrics())
 
 
