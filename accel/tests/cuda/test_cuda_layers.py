@@ -13,9 +13,10 @@ from sagellm.accel.cuda.layer_ops import (
     round_to_fp8,
     silu_and_mul,
 )
-from sagellm.accel.cuda.linear import FP8Linear, PlainLinear
+from sagellm.accel.cuda.linear import FP8Linear
 from sagellm.accel.cuda.paged_kv import PagedKV
 from sagellm.accel.cuda.support import IS_INTERPRETED
+from sagellm.accel.linear import LinearContext, PlainLinear, WideRows
 from sagellm.core import AttentionSpec, KVGroup, KVLayout, OutOfMemoryError, UnsupportedModelError
 
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
@@ -125,13 +126,14 @@ def test_rows_are_rounded_to_fp8_by_their_own_scale():
 def test_a_product_in_fp8_is_close_and_half_the_size(has_bias):
     weight, x = random(48, 64), random(5, 64, seed=1)
     bias = random(48, seed=2) if has_bias else None
-    plain, rounded = PlainLinear(weight, bias), FP8Linear(weight, bias)
-    expected = plain(x)
+    plain, rounded = (kind(DEVICE).adopt(weight, bias) for kind in (PlainLinear, FP8Linear))
+    ctx = LinearContext(WideRows(x.dtype, DEVICE))
+    expected = plain.apply(x, ctx)
     # Both factors are rounded to 4 significant bits, 2.6 % each; errors of 64 terms add up at random.
-    assert 0 < (rounded(x) - expected).norm() / expected.norm() < 0.05
+    assert 0 < (rounded.apply(x, ctx) - expected).norm() / expected.norm() < 0.05
     bias_bytes = 192 if has_bias else 0
-    assert plain.weigh()[1] == 48 * 64 * 4 + bias_bytes
-    assert rounded.weigh()[1] == 48 * 64 + 48 * 4 + bias_bytes
+    assert plain.metrics().weight_bytes == 48 * 64 * 4 + bias_bytes
+    assert rounded.metrics().weight_bytes == 48 * 64 + 48 * 4 + bias_bytes
 
 
 def test_a_layout_without_room_for_scales_is_refused():

@@ -14,7 +14,6 @@ from sagellm.accel.cuda.library_attention import LIBRARIES, LibraryAttention, St
 from sagellm.accel.cuda.paged_kv import PagedKV
 from sagellm.accel.cuda.support import FEATURES, check_fp8, check_machine, check_support, on_device
 from sagellm.accel.cuda.transfers import BlockTransfers
-from sagellm.accel.cuda.weights import DeviceWeights
 from sagellm.core import (
     WHOLE,
     AttentionBackendProtocol,
@@ -102,12 +101,11 @@ class CudaForwardBackend(ForwardBackendProtocol):
         from sagellm.accel.cuda.decoder import CudaDecoder  # it imports triton, which is here
 
         with torch.inference_mode(), on_device(device):
-            reader = DeviceWeights(weights, dtype, device)
-            self._model = CudaDecoder(spec, reader, has_fp8_linears=linears == "fp8")
+            self._model = CudaDecoder(spec, weights, dtype, device, has_fp8_linears=linears == "fp8")
         self._kv: PagedKV | None = None
         self._transfers: BlockTransfers | None = None
         self._graphs: DecodeGraphs | None = None
-        self._metrics = CudaMetrics(weight_bytes=self._model.metrics().weight_bytes)
+        self._metrics = CudaMetrics(weight_bytes=self._model.metrics.weight_bytes)
 
     @torch.inference_mode()
     def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
@@ -189,7 +187,7 @@ class CudaForwardBackend(ForwardBackendProtocol):
 
     def model_metrics(self) -> ModelMetrics:
         """Return the size of the model."""
-        return self._model.metrics()
+        return self._model.metrics
 
     def _ready(self) -> PagedKV:
         if self._kv is None:
