@@ -21,7 +21,7 @@ from sagellm.accel.linear import (
 )
 from sagellm.accel.widening import Widening, widened_product
 from sagellm.core import WHOLE, ModelMetrics, StoredTensor, TensorSpec
-from sagellm.core.protocols.linears import FusedLinear, LinearPart
+from sagellm.core.protocols.model_spec import FusedLinear, LinearPart
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.testing import make_checkpoint
 

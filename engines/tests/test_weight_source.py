@@ -81,10 +81,10 @@ def test_reading_a_large_tensor_maps_a_few_mebibytes_at_a_time(tmp_path, monkeyp
     sizes, pieces = [], weights.pieces
 
     def noted(*arguments):
-        for piece in pieces(*arguments):
-            sizes.append(piece.rows.nbytes)
-            yield piece
-            del piece
+        for begin, rows in pieces(*arguments):
+            sizes.append(rows.nbytes)
+            yield begin, rows
+            del rows
             assert num_maps(tmp_path) == 0  # what was read is no longer there
 
     monkeypatch.setattr(weights, "pieces", noted)

@@ -14,7 +14,7 @@ from sagellm.accel.row_padding import padded_linear
 from sagellm.accel.weights import WeightReader
 from sagellm.accel.widening import can_pack, packed_linear, widened_product, widening_for
 from sagellm.core import WHOLE, ModelMetrics, QuantizerProtocol, Shard, TensorSpec
-from sagellm.core.protocols.linears import FusedLinear
+from sagellm.core.protocols.model_spec import FusedLinear
 
 
 class WideRows:

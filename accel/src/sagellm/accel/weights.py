@@ -63,11 +63,11 @@ class WeightReader:
         assert out.is_contiguous(), "out is one piece"
         begin, flat = 0, out.view(-1)
         try:
-            for piece in self.source.pieces(tensor):
-                array = piece.rows.reshape(-1)
+            for _, rows in self.source.pieces(tensor):
+                array = rows.reshape(-1)
                 _fill(flat[begin : begin + array.size], array, source)
                 begin += array.size
-                del piece, array  # dropping the last view unmaps the file and frees the memory of its pages
+                del rows, array  # dropping the last view unmaps the file and frees the memory of its pages
         except _NotFiniteError as error:
             raise CheckpointError(f"{stored.path}: tensor {tensor.name!r} {error}") from None
         return out

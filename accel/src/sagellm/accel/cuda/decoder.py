@@ -19,10 +19,11 @@ from sagellm.accel.cuda.library_attention import StepAttention
 from sagellm.accel.cuda.linear import FP8Linear
 from sagellm.accel.cuda.paged_kv import PagedKV
 from sagellm.accel.linear import LinearContext, LinearMethod, ModelLoader, PlainLinear, WideRows
+from sagellm.accel.lowering import lower
 from sagellm.accel.rope_scaling import rope_frequencies
 from sagellm.accel.weights import WeightReader
 from sagellm.core import AttentionSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec, WeightSource
-from sagellm.core.protocols.linears import LayerLinears, lower
+from sagellm.core.protocols.model_spec import LayerLinears
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from sagellm.accel.cuda.layer_ops import round_to_fp8
 from sagellm.accel.linear import LinearContext, PlainLinear
 from sagellm.core import Shard, UnsupportedModelError
-from sagellm.core.protocols.linears import FusedLinear
+from sagellm.core.protocols.model_spec import FusedLinear
 
 _FP8 = torch.float8_e4m3fn
 _ALIGNMENT = 16

@@ -7,6 +7,7 @@ from weakref import finalize
 
 import torch
 
+from sagellm.accel.lowering import lower
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import NativeLibrary
 from sagellm.accel.native.rope import RopeTable
@@ -28,7 +29,7 @@ from sagellm.core import (
     RopeSpec,
     WeightSource,
 )
-from sagellm.core.protocols.linears import FusedLinear, LayerLinears, lower
+from sagellm.core.protocols.model_spec import FusedLinear, LayerLinears
 
 
 class NativeModel:

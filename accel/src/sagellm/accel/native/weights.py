@@ -20,7 +20,7 @@ from sagellm.core import (
     UnsupportedModelError,
     WeightSource,
 )
-from sagellm.core.protocols.linears import FusedLinear, LinearPart
+from sagellm.core.protocols.model_spec import FusedLinear, LinearPart
 from sagellm.core.protocols.quantizer import IntegerForm
 
 Floats = npt.NDArray[np.float32]
@@ -127,10 +127,10 @@ class WeightPacker:
         item = np.dtype(_ITEMS[kind])
         num_rows, width = tensor.shape
         address = self._take(num_rows * width * item.itemsize)
-        for piece in self._weights.pieces(tensor):
-            target = address + piece.begin * width * item.itemsize
-            self._convert(tensor, piece.rows, _AS_STORED[kind], target)
-            del piece  # as in `_pack`
+        for begin, rows in self._weights.pieces(tensor):
+            target = address + begin * width * item.itemsize
+            self._convert(tensor, rows, _AS_STORED[kind], target)
+            del rows  # as in `_pack`
         self.num_parameters += num_rows * width
         return address
 
@@ -161,10 +161,10 @@ class WeightPacker:
     def _pack(self, linear: structures.Linear, part: LinearPart, form: IntegerForm | None) -> float:
         """Pack a part's rows, and return the largest error in steps if they become integers."""
         max_error, stored = ctypes.c_float(), _STORED[part.stored.dtype]
-        for piece in self._weights.pieces(part.weight, self._library.sage_pack_granularity()):
-            rows = np.ascontiguousarray(piece.rows)
+        for begin, view in self._weights.pieces(part.weight, self._library.sage_pack_granularity()):
+            rows = np.ascontiguousarray(view)
             given = (
-                ctypes.byref(linear), part.outputs.start + piece.begin, len(rows), stored, rows.ctypes.data
+                ctypes.byref(linear), part.outputs.start + begin, len(rows), stored, rows.ctypes.data
             )  # fmt: skip
             if form is None:
                 status = self._library.sage_pack(*given, torch.get_num_threads())
@@ -177,7 +177,7 @@ class WeightPacker:
                     form.searches_scales,
                 )
             self._check(status, part.weight)
-            del piece, rows  # dropping the last view unmaps the file and frees the memory of its pages
+            del view, rows  # dropping the last view unmaps the file and frees the memory of its pages
         return float(max_error.value)
 
     def _convert(self, tensor: TensorSpec, view: npt.NDArray[np.generic], target: int, address: int) -> None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from sagellm.core.errors import CheckpointError
 from sagellm.core.protocols.model_spec import HFConfig, TensorSpec
@@ -42,13 +42,6 @@ class StoredTensor:
     num_bytes: int
 
 
-class Piece(NamedTuple):
-    """Some rows of a tensor, and the number of the first one."""
-
-    begin: int
-    rows: npt.NDArray[np.generic]
-
-
 class WeightSource(ABC):
     """Returns a checkpoint's tensors by name, in the format in which they are stored.
 
@@ -66,8 +59,8 @@ class WeightSource(ABC):
         CheckpointError if the file has changed.
         """
 
-    def pieces(self, tensor: TensorSpec, multiple: int = 1) -> Iterator[Piece]:
-        """Yield a tensor in pieces of about 16 MiB, of a multiple of `multiple` rows each but the last.
+    def pieces(self, tensor: TensorSpec, multiple: int = 1) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
+        """Yield the first row's number and the rows of pieces of about 16 MiB, each of a multiple of `multiple`.
 
         Drop each before the next one: a file's pages are in memory as long as there is a view of it.
         """
@@ -75,7 +68,7 @@ class WeightSource(ABC):
         num_rows = stored.shape[0] if stored.shape else 1
         at_once = max(1, _PIECE_BYTES * num_rows // max(1, stored.num_bytes * multiple)) * multiple
         for begin in range(0, num_rows, at_once):
-            yield Piece(begin, self.get(whole).reshape(stored.shape or 1)[begin : begin + at_once])
+            yield begin, self.get(whole).reshape(stored.shape or 1)[begin : begin + at_once]
 
 
 @dataclass(frozen=True, kw_only=True)

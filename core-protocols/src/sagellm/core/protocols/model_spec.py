@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sagellm.core.errors import CheckpointError, UnsupportedModelError
 from sagellm.core.kv_layout import KVGroup
 from sagellm.core.protocols.attention import AttentionSpec
+
+if TYPE_CHECKING:
+    from sagellm.core.protocols.checkpoint_format import StoredTensor
 
 HFConfig = Mapping[str, Any]
 """The content of a checkpoint's `config.json`."""
@@ -122,18 +125,13 @@ class LayerSpec:
     feed_forward: FeedForwardSpec | ExpertsSpec
 
     @property
-    def feed_forwards(self) -> tuple[FeedForwardSpec, ...]:
-        """The experts; without them, the one feed-forward."""
-        forward = self.feed_forward
-        return forward.experts if isinstance(forward, ExpertsSpec) else (forward,)
-
-    @property
     def linears(self) -> Iterator[LinearSpec]:
         """Yield the linear layers."""
         yield from (self.query, self.key, self.value, self.output)
-        if isinstance(self.feed_forward, ExpertsSpec):
-            yield self.feed_forward.router
-        for each in self.feed_forwards:
+        forward = self.feed_forward
+        if isinstance(forward, ExpertsSpec):
+            yield forward.router
+        for each in forward.experts if isinstance(forward, ExpertsSpec) else (forward,):
             yield from (linear for linear in (each.gate, each.up, each.down) if linear is not None)
 
     @property
@@ -217,6 +215,52 @@ class ModelSpec:
             )
             for index, ((num_kv_heads, head_dim), ids) in enumerate(layers.items())
         )
+
+
+@dataclass(frozen=True)
+class LinearPart:
+    """Tensors of one linear, the rows that it has in the fused one, and the stored form of its weight."""
+
+    weight: TensorSpec
+    bias: TensorSpec | None
+    outputs: slice
+    stored: StoredTensor
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """Linears of one input whose outputs lie side by side, computed as one product."""
+
+    parts: tuple[LinearPart, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of all parts together."""
+        return self.parts[-1].outputs.stop, self.parts[0].weight.shape[1]
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether any part has a bias; the others' are zero."""
+        return any(part.bias is not None for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLinears:
+    """The products of one layer. `feed_forward` is (gate and up, down) of each expert, or the only ones."""
+
+    qkv: FusedLinear
+    output: FusedLinear
+    router: FusedLinear | None
+    feed_forward: tuple[tuple[FusedLinear, FusedLinear], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderLinears:
+    """The products of a decoder. A tied head multiplies by the embedding."""
+
+    layers: tuple[LayerLinears, ...]
+    head: FusedLinear
+    is_tied: bool
 
 
 def _features(layer: LayerSpec) -> Iterator[str]:

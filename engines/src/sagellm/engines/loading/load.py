@@ -22,7 +22,6 @@ from sagellm.core import (
     TensorSpec,
     WeightSource,
 )
-from sagellm.core.protocols.checkpoint_format import Piece
 from sagellm.engines.loading.checkpoint import CONFIG, SafetensorsFormat, check_tensors
 from sagellm.engines.loading.device_and_dtype import dtype_name, resolve_dtype
 from sagellm.engines.loading.format_and_family import (
@@ -86,12 +85,12 @@ class _CountedWeights(WeightSource):
         self._count(tensor, array)
         return array
 
-    def pieces(self, tensor: TensorSpec, multiple: int = 1) -> Iterator[Piece]:
+    def pieces(self, tensor: TensorSpec, multiple: int = 1) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
         """Yield a tensor's pieces, and count each."""
-        for piece in self._weights.pieces(tensor, multiple):
-            self._count(tensor, piece.rows)
-            yield piece
-            del piece  # before the next one is made
+        for begin, rows in self._weights.pieces(tensor, multiple):
+            self._count(tensor, rows)
+            yield begin, rows
+            del rows  # before the next piece is made
 
     def _count(self, tensor: TensorSpec, array: npt.NDArray[np.generic]) -> None:
         num_bytes = min(array.nbytes, self._left[tensor.name])

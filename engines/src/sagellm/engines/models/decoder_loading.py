@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from sagellm.accel.linear import LinearContext, ModelLoader, PlainLinear, WideRows, linear_methods
+from sagellm.accel.lowering import lower
 from sagellm.core import LayerSpec, ModelSpec, NormSpec
-from sagellm.core.protocols.linears import LayerLinears, lower
+from sagellm.core.protocols.model_spec import LayerLinears
 from sagellm.engines.layers.rms_norm import HeadNorm, RMSNorm
 from sagellm.engines.layers.rotary import RotaryEmbedding
 from sagellm.engines.models.causal_lm import BuildContext

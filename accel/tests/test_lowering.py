@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sagellm.accel.lowering import lower
 from sagellm.core import (
     WHOLE,
     AttentionSpec,
@@ -26,7 +27,7 @@ from sagellm.core import (
     TensorSpec,
     WeightSource,
 )
-from sagellm.core.protocols.linears import FusedLinear, lower
+from sagellm.core.protocols.model_spec import FusedLinear
 
 HIDDEN, INNER, VOCAB = 8, 12, 9
 NORM = NormSpec(TensorSpec("norm", (HIDDEN,)), 1e-6)
@@ -124,7 +125,7 @@ def test_query_key_and_value_are_one_product_and_so_are_gate_and_up():
 
 def test_without_a_gate_there_is_up_alone():
     spec = model(feed_forward(is_gated=False))
-    assert parts_of(lower(spec, Arrays(spec)).layers[0].feed_forward[0].gate_up) == [("up", 0, INNER)]
+    assert parts_of(lower(spec, Arrays(spec)).layers[0].feed_forward[0][0]) == [("up", 0, INNER)]
 
 
 def test_each_expert_has_products_of_its_own_beside_the_router():
@@ -133,7 +134,7 @@ def test_each_expert_has_products_of_its_own_beside_the_router():
     (layer,) = lower(spec, Arrays(spec)).layers
     assert layer.router is not None
     assert parts_of(layer.router) == [("router", 0, 3)]
-    assert [each.down.parts[0].weight.name for each in layer.feed_forward] == ["0.down", "1.down", "2.down"]
+    assert [down.parts[0].weight.name for _, down in layer.feed_forward] == ["0.down", "1.down", "2.down"]
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -171,5 +172,5 @@ def test_pieces_are_of_a_multiple_of_rows_and_make_up_the_tensor():
     )
     pieces = list(weights.pieces(TensorSpec("embedding", large.shape), 32))
     assert len(pieces) > 1
-    assert all(piece.begin % 32 == 0 and piece.rows.nbytes <= 16 << 20 for piece in pieces)
-    assert np.array_equal(np.concatenate([piece.rows for piece in pieces]), large)
+    assert all(begin % 32 == 0 and rows.nbytes <= 16 << 20 for begin, rows in pieces)
+    assert np.array_equal(np.concatenate([rows for _, rows in pieces]), large)

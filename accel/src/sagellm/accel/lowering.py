@@ -1,71 +1,26 @@
-"""A decoder lowered to its products: which tensors form one matrix, and how each of them is stored."""
+"""From a model's spec and its weights to the products that a backend computes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import numpy as np
+import numpy.typing as npt
 
-from sagellm.core.errors import CheckpointError
-from sagellm.core.logging import get_logger
-from sagellm.core.protocols.checkpoint_format import Piece, StoredTensor, WeightSource
-from sagellm.core.protocols.model_spec import ExpertsSpec, LayerSpec, LinearSpec, ModelSpec, TensorSpec
+from sagellm.core import (
+    CheckpointError,
+    ExpertsSpec,
+    LayerSpec,
+    LinearSpec,
+    ModelSpec,
+    TensorSpec,
+    WeightSource,
+    get_logger,
+)
+from sagellm.core.protocols.model_spec import DecoderLinears, FusedLinear, LayerLinears, LinearPart
 
 logger = get_logger(__name__)
 
+Piece = tuple[int, npt.NDArray[np.generic]]
 _PLAIN = ("BF16", "F16", "F32", "F64")
-
-
-@dataclass(frozen=True)
-class LinearPart:
-    """Some outputs of a fused linear: the tensors that hold them, and the weight's stored form."""
-
-    weight: TensorSpec
-    bias: TensorSpec | None
-    outputs: slice
-    stored: StoredTensor
-
-
-@dataclass(frozen=True)
-class FusedLinear:
-    """Linears of one input whose outputs lie side by side, computed as one product."""
-
-    parts: tuple[LinearPart, ...]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in) of all parts together."""
-        return self.parts[-1].outputs.stop, self.parts[0].weight.shape[1]
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether any part has a bias; the others' is then zero."""
-        return any(part.bias is not None for part in self.parts)
-
-
-class FeedForwardLinears(NamedTuple):
-    """`down(activation(gate) * up)`; without a gate, `gate_up` has `up` alone."""
-
-    gate_up: FusedLinear
-    down: FusedLinear
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerLinears:
-    """The products of one layer; `feed_forward` has one entry for each expert, a single one without."""
-
-    qkv: FusedLinear
-    output: FusedLinear
-    router: FusedLinear | None
-    feed_forward: tuple[FeedForwardLinears, ...]
-
-
-@dataclass(frozen=True)
-class DecoderLinears:
-    """The products of a decoder. A tied head multiplies by the embedding."""
-
-    layers: tuple[LayerLinears, ...]
-    head: FusedLinear
-    is_tied: bool
 
 
 def lower(spec: ModelSpec, weights: WeightSource) -> DecoderLinears:
@@ -101,13 +56,17 @@ def lower(spec: ModelSpec, weights: WeightSource) -> DecoderLinears:
 
 def _lower_layer(layer: LayerSpec, weights: WeightSource) -> LayerLinears:
     forward = layer.feed_forward
+    router, experts = (
+        (_fuse(weights, forward.router), forward.experts)
+        if isinstance(forward, ExpertsSpec)
+        else (None, (forward,))
+    )
     return LayerLinears(
         qkv=_fuse(weights, layer.query, layer.key, layer.value),
         output=_fuse(weights, layer.output),
-        router=_fuse(weights, forward.router) if isinstance(forward, ExpertsSpec) else None,
+        router=router,
         feed_forward=tuple(
-            FeedForwardLinears(_fuse(weights, each.gate, each.up), _fuse(weights, each.down))
-            for each in layer.feed_forwards
+            (_fuse(weights, each.gate, each.up), _fuse(weights, each.down)) for each in experts
         ),
     )
 
@@ -132,4 +91,4 @@ def _are_equal(weights: WeightSource, one: TensorSpec, other: TensorSpec) -> boo
 
 
 def _are_same(one: Piece, other: Piece) -> bool:
-    return bool((one.rows == other.rows).all())
+    return np.array_equal(one[1], other[1])
