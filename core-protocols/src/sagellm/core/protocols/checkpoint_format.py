@@ -60,7 +60,7 @@ class WeightSource(ABC):
         """
 
     def pieces(self, tensor: TensorSpec, multiple: int = 1) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
-        """Yield the first row's number and the rows of pieces of about 16 MiB, each of a multiple of `multiple`.
+        """Yield first row and rows of pieces of about 16 MiB, each but the last a multiple of `multiple`.
 
         Drop each before the next one: a file's pages are in memory as long as there is a view of it.
         """
