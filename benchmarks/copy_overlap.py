@@ -28,9 +28,9 @@ from common import foreign_cores, output_flags, publish, spread
 from make_model import ensure
 
 from sagellm.core import BlockId
-from sagellm.core.execution_graph import FORWARD_KINDS, ExecutionGraph
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.cli.output import columns
+from sagellm.engines.worker.execution_graph import FORWARD_KINDS, ExecutionGraph
 
 NUM_CONTEXT, NUM_PROMPT, WARM_STEPS = 256, 512, 3
 MODES = ("without", "before", "beside")

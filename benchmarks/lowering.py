@@ -15,9 +15,9 @@ import numpy as np
 from common import foreign_cores, output_flags, publish, spread
 
 from sagellm.core import BlockId, KVGroup, KVLayout, StepCost, StepInput
-from sagellm.core.execution_graph import lower_step
 from sagellm.core.protocols.step import CopyBlocks
 from sagellm.engines.cli.output import columns
+from sagellm.engines.worker.execution_graph import lower_step
 from sagellm.engines.worker.seat_state import SeatState
 from sagellm.engines.worker.step_graphs import StepGraphs
 

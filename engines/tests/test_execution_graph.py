@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from sagellm.core import InvalidInputError, KVGroup, KVLayout, StepCost, StepInput, StepWork
-from sagellm.core.execution_graph import ExecutionGraph, GraphNode, lower_step
 from sagellm.core.protocols.step import CopyBlocks, ReadBlocks, Runs, Scored, WriteBlocks
+from sagellm.engines.worker.execution_graph import ExecutionGraph, GraphNode, lower_step
 from sagellm.engines.worker.graph_text import GraphShapes, graph_to_text
 
 LAYOUT = KVLayout(

@@ -8,7 +8,6 @@ from sagellm.core._moved import find_moved_modules, with_moved_names
 if TYPE_CHECKING:
     from sagellm.core.checks import *
     from sagellm.core.errors import *
-    from sagellm.core.execution_graph import *
     from sagellm.core.ids import *
     from sagellm.core.kv_block import *
     from sagellm.core.kv_layout import *
@@ -64,7 +63,6 @@ _NAMES = {
         PluginMethodError PluginVersionError SageLLMError StaleMatchError UnknownKindError
         UnknownNameError UnknownProviderError UnknownRequestError UnsupportedModelError nearest
     """,
-    "execution_graph": "ExecutionGraph GraphNode lower_step",
     "ids": "BlockId NodeId RequestId SequenceId",
     "kv_block": "BlockHeader BlockKey KVIdentity UNNAMED headers_of",
     "kv_layout": "KVGroup KVLayout",

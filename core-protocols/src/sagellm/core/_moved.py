@@ -12,6 +12,7 @@ from typing import Any
 
 _MOVED = {
     "sagellm.core.conformance": "sagellm.testing.conformance",
+    "sagellm.core.execution_graph": "sagellm.engines.worker.execution_graph",
     "sagellm.core.graph_text": "sagellm.engines.worker.graph_text",
     "sagellm.core.metrics": "sagellm.engines.metrics",
     "sagellm.core.schedule_text": "sagellm.kvmgr.scheduler_ir.schedule_text",
@@ -39,7 +40,6 @@ _MOVED = {
 }
 
 _MOVED_NAMES = {
-    "sagellm.core.execution_graph": "FORWARD_KINDS NodeKind",
     "sagellm.core.lifetime_scores": "LifetimeScores predicted_length",
     "sagellm.core.namespace": "PUBLIC",
     "sagellm.core.plugins.options": "ChosenProvider ProviderOption",
@@ -94,6 +94,9 @@ _MOVED_NAMES = {
     """,
     "sagellm.engines.metrics.roofline": "MFUResult bandwidth_use roofline_ratio",
     "sagellm.engines.tracing": "ChromeTraceWriter NullTrace TraceValue TraceWriter",
+    "sagellm.engines.worker.execution_graph": """
+        ExecutionGraph FORWARD_KINDS GraphNode NodeKind lower_step
+    """,
     "sagellm.engines.worker.graph_text": "GraphShapes",
     "sagellm.kvmgr.scheduler_ir.schedule_text": "schedule_from_text schedule_to_text",
     "sagellm.kvmgr.scheduler_ir.schedule_watchers": "PASS_WATCHERS emit_ir print_changed",

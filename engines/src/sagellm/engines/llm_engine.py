@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sagellm.core import PluginRegistry, Runtime
-    from sagellm.core.execution_graph import ExecutionGraph
     from sagellm.engines.beam_search import BeamSearchOutput, BeamSearchParams
     from sagellm.engines.engine_core.explanation import RequestExplanation
+    from sagellm.engines.worker.execution_graph import ExecutionGraph
 
 
 T = TypeVar("T")

@@ -14,7 +14,6 @@ from sagellm.core.protocols.logits_processor import ExtraArg
 from sagellm.core.request import FinishReason, Request
 
 if TYPE_CHECKING:
-    from sagellm.core.execution_graph import ExecutionGraph
     from sagellm.core.kv_layout import KVLayout
     from sagellm.core.protocols.model_spec import ModelGeometry
 
@@ -230,8 +229,11 @@ class EngineProtocol(ABC):
         unresponsive; after `server.frozen_after_s` a served one is killed and restarted.
         """
 
-    def watch_graphs(self, take: Callable[[ExecutionGraph], None]) -> None:
-        """Have `take` called with the execution graph of each later step. Raises EngineError by default."""
+    def watch_graphs(self, take: Callable[[Any], None]) -> None:
+        """Have `take` called with the engine's ExecutionGraph of each later step.
+
+        Raises EngineError by default.
+        """
         raise EngineError(f"{type(self).__name__} does not lower its steps to execution graphs")
 
     def use_idle_time(self) -> bool:

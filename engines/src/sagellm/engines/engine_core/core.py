@@ -29,7 +29,6 @@ from sagellm.core import (
     TokenOutput as TokenOutput,
     get_logger,
 )
-from sagellm.core.execution_graph import ExecutionGraph
 from sagellm.core.logging import fields
 from sagellm.core.protocols.engine import STEP_TOKEN_BOUNDS, EngineSequence, PromptScores
 from sagellm.core.protocols.step import CopyBlocks, KVOp, Seat
@@ -46,6 +45,7 @@ from sagellm.engines.engine_core.step_runner import PlannedStep, StepResult, Ste
 from sagellm.engines.engine_core.step_tokens import StepTokens
 from sagellm.engines.sampling.stop import check_stop_conditions
 from sagellm.engines.tracing import NullTrace, TraceWriter
+from sagellm.engines.worker.execution_graph import ExecutionGraph
 
 if TYPE_CHECKING:
     from sagellm.engines.worker.model_runner import ModelRunner

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from sagellm.core.execution_graph import FORWARD_KINDS, ExecutionGraph, GraphNode
 from sagellm.core.number_ranges import ranges
+from sagellm.engines.worker.execution_graph import FORWARD_KINDS, ExecutionGraph, GraphNode
 
 _MAX_RUNS = 6
 """Runs of numbers that a drawing lists; beyond that it shows how many numbers there are."""

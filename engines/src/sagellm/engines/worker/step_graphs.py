@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from sagellm.core import KVLayout, StepCost, StepInput
-from sagellm.core.execution_graph import FORWARD_KINDS, ExecutionGraph, GraphNode, lower_step
 from sagellm.engines.tracing import NullTrace, TraceValue, TraceWriter
+from sagellm.engines.worker.execution_graph import FORWARD_KINDS, ExecutionGraph, GraphNode, lower_step
 from sagellm.engines.worker.seat_state import SeatState
 
 

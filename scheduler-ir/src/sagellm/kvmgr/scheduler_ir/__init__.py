@@ -5,11 +5,6 @@ from typing import TYPE_CHECKING
 from sagellm.core import lazy
 
 if TYPE_CHECKING:
-    from sagellm.core.execution_graph import (
-        ExecutionGraph as ExecutionGraph,
-        GraphNode as GraphNode,
-        lower_step as lower_step,
-    )
     from sagellm.core.protocols.request_rows import (
         PrefixHit as PrefixHit,
         Probe as Probe,
@@ -43,8 +38,6 @@ _MODULE_OF = {
     "Admission": "sagellm.core.protocols.scheduler_ir",
     "BaseSchedulerIR": ".base",
     "Decision": "sagellm.core",
-    "ExecutionGraph": "sagellm.core",
-    "GraphNode": "sagellm.core",
     "PrefixHit": "sagellm.core",
     "Probe": "sagellm.core",
     "RequestRows": "sagellm.core",
@@ -56,7 +49,6 @@ _MODULE_OF = {
     "SchedulerMetrics": "sagellm.core",
     "SchedulerPassProtocol": "sagellm.core",
     "emit_ir": ".schedule_watchers",
-    "lower_step": "sagellm.core",
     "print_changed": ".schedule_watchers",
     "schedule_from_text": ".schedule_text",
     "schedule_to_text": ".schedule_text",
@@ -64,4 +56,7 @@ _MODULE_OF = {
 
 __all__ = sorted(["__version__", *_MODULE_OF])
 
-__getattr__ = lazy(__name__, _MODULE_OF)
+_MOVED = dict.fromkeys(("ExecutionGraph", "GraphNode", "lower_step"), "sagellm.core")
+"""Names of the engine now; core says where, and warns."""
+
+__getattr__ = lazy(__name__, _MODULE_OF | _MOVED)

@@ -10,7 +10,10 @@ when both may.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from sagellm.core.errors import InvalidInputError
 from sagellm.core.ids import BlockId
@@ -18,12 +21,8 @@ from sagellm.core.kv_layout import KVLayout
 from sagellm.core.protocols.step import CopyBlocks, KVOp, ReadBlocks, StepInput
 from sagellm.core.step_cost import StepCost, StepWork
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Ints = npt.NDArray[np.int32]
-    Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
 
 NodeKind = Literal["copy", "read", "write", "decode", "prefill", "sample"]
 
@@ -193,8 +192,6 @@ def _blocks(
     starts: Ints, ends: Ints, tables: Ints, block_size: int
 ) -> tuple[tuple[BlockId, ...], tuple[BlockId, ...]]:
     """Return the blocks that have KV before `starts`, and those that tokens from there to `ends` are in."""
-    import numpy as np
-
     width = -(-int(ends.max()) // block_size)
     places, tables = np.arange(width), tables[:, :width]
     is_read = places < -(-starts // block_size)[:, None]
@@ -204,8 +201,6 @@ def _blocks(
 
 def _distinct(block_ids: Ints) -> tuple[BlockId, ...]:
     """Return block ids in order, each once; faster than to sort them, as many rows share blocks."""
-    import numpy as np
-
     is_in = np.zeros(int(block_ids.max(initial=-1)) + 1, np.bool_)
     is_in[block_ids] = True
     return cast("tuple[BlockId, ...]", tuple(is_in.nonzero()[0].tolist()))
