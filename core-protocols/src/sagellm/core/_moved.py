@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -153,9 +153,11 @@ def find_moved_modules() -> None:
         sys.meta_path.insert(0, _MovedModules())
 
 
-def with_moved_names(package: str, own: Callable[[str], object]) -> Callable[[str], object]:
+def with_moved_names(
+    package: str, own: Callable[[str], object], moved: Mapping[str, str] = _MOVED_NAMES
+) -> Callable[[str], object]:
     """Return a module's `__getattr__` that also knows the names that moved, and warns of each use."""
-    module_of = {name: module for module, names in _MOVED_NAMES.items() for name in names.split()}
+    module_of = {name: module for module, names in moved.items() for name in names.split()}
 
     def __getattr__(name: str) -> object:
         module = module_of.get(name)

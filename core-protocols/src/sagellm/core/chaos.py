@@ -21,10 +21,11 @@ from random import Random
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
+from sagellm.core._lazy import lazy
+from sagellm.core._moved import with_moved_names
 from sagellm.core.logging import get_logger
 
 if TYPE_CHECKING:
-    import selectors
     import socket
 
 VARIABLE = "SAGELLM_CHAOS"
@@ -98,6 +99,13 @@ class FaultPoint:
         with self._lock:
             self.injected[kind] += 1
 
+    def inject(self) -> Injection:
+        """Draw the faults of the next call, sleep for the delay, and raise the error, if any."""
+        injection = self.draw()
+        self.wait(injection)
+        self.fail(injection)
+        return injection
+
     def wait(self, injection: Injection) -> None:
         """Sleep for the delay, if any."""
         if injection.delay_s is not None:
@@ -125,7 +133,6 @@ class Chaos:
         self.seed = seed
         self._points: dict[str, FaultPoint] = {}
         self._lock = Lock()
-        self._children = count(1)
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Chaos | None:
@@ -153,13 +160,6 @@ class Chaos:
             total.update({f"{point.name} {kind}": number for kind, number in point.injected.items()})
         return dict(sorted(total.items()))
 
-    def child_environment(self) -> dict[str, str]:
-        """Return the environment for a child process, with a seed derived from this one's, such as 7.1.
-
-        With the same seed, a restarted process would die at the same call each time.
-        """
-        return {**os.environ, VARIABLE: f"{self.seed}.{next(self._children)}"}
-
     def report(self) -> None:
         """Log the counts of injected faults."""
         done = ", ".join(f"{fault} x {number}" for fault, number in self.injected().items())
@@ -176,16 +176,6 @@ def _from_environment() -> Chaos | None:
 
 CHAOS = _from_environment()
 """Read once, when this module is imported; None unless the variable has a seed."""
-
-
-def notice() -> str:
-    """Return what a program adds to its start message: "" without chaos."""
-    return "" if CHAOS is None else f"; {VARIABLE}={CHAOS.seed} injects faults"
-
-
-def child_environment() -> dict[str, str] | None:
-    """Return the environment for a child process; None, to inherit this one's, without chaos."""
-    return None if CHAOS is None else CHAOS.child_environment()
 
 
 def flaky(
@@ -205,9 +195,7 @@ def flaky(
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            injection = point.draw()
-            point.wait(injection)
-            point.fail(injection)
+            point.inject()
             return function(*args, **kwargs)
 
         @functools.wraps(function)
@@ -234,40 +222,13 @@ def flaky_vector(name: str, *faults: Fault, chaos: Chaos | None = CHAOS) -> Call
 
         @functools.wraps(function)
         def call(descriptor: int, buffers: Any, offset: int, *flags: int) -> Any:
-            injection = point.draw()
-            point.wait(injection)
-            point.fail(injection)
+            injection = point.inject()
             left = point.cut(injection, sum(map(len, buffers)))
             parts = []
             for buffer in buffers:
                 parts.append(memoryview(buffer)[:left])
                 left -= len(parts[-1])
             return function(descriptor, [part for part in parts if len(part)], offset, *flags)
-
-        return call  # type: ignore[return-value]
-
-    return mark
-
-
-def in_pieces(
-    name: str, is_closed: Callable[[Any], bool], *, chaos: Chaos | None = CHAOS
-) -> Callable[[F], F]:
-    """Mark a protocol's `data_received`: data is delivered in pieces, until `is_closed` returns True."""
-
-    def mark(receive: F) -> F:
-        if chaos is None:
-            return receive
-        point = chaos.point(name)
-
-        @functools.wraps(receive)
-        def call(protocol: Any, data: bytes) -> None:
-            start = 0
-            while start < len(data) and not is_closed(protocol):
-                injection = point.draw()
-                point.wait(injection)
-                size = point.cut(injection, len(data) - start)
-                receive(protocol, data[start : start + size])
-                start += size
 
         return call  # type: ignore[return-value]
 
@@ -287,18 +248,12 @@ def flaky_socket(name: str, given: socket.socket, *, chaos: Chaos | None = CHAOS
     return FlakySocket(given, SocketPoints.of(chaos, name))
 
 
-def flaky_selector(
-    name: str, given: selectors.BaseSelector, *, chaos: Chaos | None = CHAOS
-) -> selectors.BaseSelector:
-    """Mark a selector: it is late, or returns early with none or some of the ready events."""
-    if chaos is None:
-        return given
-    from sagellm.core.chaos_sockets import FlakySelector
-
-    return FlakySelector(given, chaos.point(name))
-
-
 def _as_error(fault: Fault) -> Exception:
     if isinstance(fault, int):
         return OSError(fault, os.strerror(fault))
     return fault("injected")
+
+
+_MOVED = {"sagellm.server.chaos": "child_environment flaky_selector in_pieces notice"}
+
+__getattr__ = with_moved_names(__name__, lazy(__name__, {}), _MOVED)

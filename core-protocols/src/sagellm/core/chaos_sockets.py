@@ -1,12 +1,10 @@
-"""Sockets and selectors that misbehave; imported only when chaos is on."""
+"""Sockets that misbehave; imported only when chaos is on."""
 
 from __future__ import annotations
 
 import errno
 import os
-import selectors
 import socket
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sagellm.core.chaos import Chaos, FaultPoint, Injection
@@ -65,47 +63,8 @@ class FlakySocket(socket.socket):
             return super().send(part, flags)
 
     def _inject(self, point: FaultPoint) -> Injection:
-        injection = point.draw()
-        point.wait(injection)
-        point.fail(injection)
+        injection = point.inject()
         if injection.is_early and self.gettimeout() == 0:
             point.note("early return")
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return injection
-
-
-class FlakySelector(selectors.BaseSelector):
-    """A selector that delegates to another one."""
-
-    def __init__(self, given: selectors.BaseSelector, point: FaultPoint) -> None:
-        self._given, self._point = given, point
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        """Delegate."""
-        return self._given.register(fileobj, events, data)
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        """Delegate."""
-        return self._given.unregister(fileobj)
-
-    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        """Delegate."""
-        return self._given.modify(fileobj, events, data)
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        """Delegate."""
-        return self._given.get_map()
-
-    def close(self) -> None:
-        """Delegate."""
-        self._given.close()
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait, or return at once with none or some of the ready events."""
-        injection = self._point.draw()
-        self._point.wait(injection)
-        if not injection.is_early:
-            return self._given.select(timeout)
-        self._point.note("early return")
-        ready = self._given.select(0)
-        return ready[: int(len(ready) * (injection.share or 0.0) * 2)]

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagellm.core.chaos import notice
 from sagellm.engines.cli.command import GroupedCommand
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.model import ModelArgument, say_if_embedded, with_model
 from sagellm.engines.cli.output import tell
 from sagellm.engines.config.sources import LoadedConfig, load_config
+from sagellm.server.chaos import notice
 from sagellm.server.cli.server_flags import SERVER_FLAGS
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from sagellm.core.chaos import in_pieces
+from sagellm.server.chaos import in_pieces
 from sagellm.server.http.access_log import log_refused
 from sagellm.server.http.connections import Connections, peer_of
 from sagellm.server.http.errors import APIError

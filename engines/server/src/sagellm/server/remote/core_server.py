@@ -21,9 +21,9 @@ from sagellm.core import (
     get_logger,
     nearest,
 )
-from sagellm.core.chaos import flaky_selector
 from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.engines.requests.request_checks import check_request, check_shared
+from sagellm.server.chaos import flaky_selector
 from sagellm.server.remote.messages import (
     Abort,
     Add,

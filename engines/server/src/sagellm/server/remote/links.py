@@ -14,8 +14,9 @@ from typing import cast
 from zlib import crc32
 
 from sagellm.core import FinishReason, SequenceId, get_logger
-from sagellm.core.chaos import flaky, in_pieces
+from sagellm.core.chaos import flaky
 from sagellm.engines.requests.queued_request import QueuedRequest
+from sagellm.server.chaos import in_pieces
 from sagellm.server.remote.messages import Abort, Add, FrameReader, FromCore, Step, ToCore, encode
 
 logger = get_logger(__name__)

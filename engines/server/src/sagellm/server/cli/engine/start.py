@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from sagellm.core import ConfigError, EngineError, PluginRegistry
-from sagellm.core.chaos import notice
 from sagellm.core.runtime_folder import runtime_folder
 from sagellm.engines.cli.command import GroupedCommand
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
@@ -21,6 +20,7 @@ from sagellm.engines.cli.flags import make_flag, with_flags
 from sagellm.engines.cli.model import ModelArgument, say_if_embedded, with_model
 from sagellm.engines.cli.status_line import status_line
 from sagellm.engines.config.sources import load_config
+from sagellm.server.chaos import notice
 from sagellm.server.cli.serve import (
     EngineOwnName,
     LogLevel,
