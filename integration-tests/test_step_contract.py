@@ -105,7 +105,7 @@ def test_tables_widen_with_the_longest_sequence(make_small_engine, expected, mon
     monkeypatch.setattr("sagellm.engines.worker.seat_state.FIRST_TOKENS", 1)
     engine = make_small_engine()
     assert play(engine, aborts=False) == usual
-    assert 8 <= engine.client.core.kv.seats.tables.shape[1] < 16  # blocks of the longest sequence: 8
+    assert 8 <= engine.client.core.kv.seats.tables.shape[2] < 16  # blocks of the longest sequence: 8
 
 
 def test_aborts_in_flight_lose_nothing(make_small_engine, expected, monkeypatch):

@@ -144,13 +144,13 @@ def test_a_sequence_that_takes_a_seat_writes_to_no_memory_for_the_first_time(kin
     state = kind(num_seats, block_size=16)
     assert state.tokens.shape[1] > FIRST_TOKENS
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    state.tokens[:, : num_pages * 1024], state.tables[:, : num_pages * 64] = 7, 7
+    state.tokens[:, : num_pages * 1024], state.tables[..., : num_pages * 64] = 7, 7
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < num_seats
 
 
 def test_tables_of_many_seats_begin_narrower():
-    tables, tokens = first_tables(1 << 17, 16)
-    assert (tables.shape[1], tokens.shape[1]) == (4, 65)
+    tables, tokens = first_tables(1 << 17, 16, num_groups=1)
+    assert (tables.shape[2], tokens.shape[1]) == (4, 65)
     assert tokens.nbytes < 64 << 20
 
 

@@ -125,6 +125,17 @@ def test_a_refusal_advises_only_what_could_run_the_model(registry, opened):
         choose(registry, capped, "torch")
 
 
+def test_a_second_kv_group_is_refused_by_name_and_torch_is_taken(registry, opened):
+    registry.register(Acme("PlainOnly"), distribution="acme")
+    chosen = choose(registry, opened, "auto", extra_features={"kv_groups"})
+    assert chosen.name == "torch"
+    assert chosen.refusals == {
+        "acme:PlainOnly": "it lacks kv_groups, which the configuration asks for",
+        "sagellm-accel:native": "it lacks kv_groups, which the configuration asks for",
+        "sagellm-accel:cuda": "it has to be named",
+    }
+
+
 def test_torch_has_no_parts_of_a_model(registry, opened):
     with pytest.raises(UnsupportedModelError, match="cannot hold a part of a model"):
         choose(registry, replace(opened, weights=None), "torch", shard=Shard(0, 2))

@@ -290,6 +290,13 @@ def test_sequences_that_share_a_prefix_have_the_bits_that_they_have_alone(varian
     assert error_of(alone[-1], expected) < limit
 
 
+def test_a_second_kv_group_is_refused(best):
+    decoder = make_decoder(VARIETIES["own head"])
+    layout = decoders.layout_of(decoder.spec, "float32")
+    with pytest.raises(UnsupportedModelError, match="native keeps one group of KV, not 2"):
+        make(decoder).initialize_kv_caches([layout, layout], [4, 4])
+
+
 def test_only_wanted_rows_have_logits(best):
     decoder = make_decoder(VARIETIES["own head"])
     whole = in_pieces(make(decoder), [])

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
+
+class KVTables(NamedTuple):
+    """Where the KV of a step is in the blocks of one KV group; as in `InputBatch`."""
+
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
 
 
 @dataclass(kw_only=True)
@@ -16,7 +24,7 @@ class InputBatch:
 
     Sequence `i` computes `query_lens[i]` tokens, the last of its first `seq_lens[i]`; the KV
     of the earlier ones is already in its blocks. Lists live on the host so that planning never waits
-    for a device.
+    for a device. Slots and tables are those of the first KV group.
     """
 
     input_ids: torch.Tensor  # (tokens,) int64
@@ -26,11 +34,19 @@ class InputBatch:
     query_lens: list[int]
     seq_lens: list[int]
     logits_indices: torch.Tensor  # (rows,) int64: tokens whose logits are required
+    more_tables: Sequence[KVTables] = ()  # of the second KV group and those after it
 
     @property
     def num_seqs(self) -> int:
         """Sequences in the step."""
         return len(self.query_lens)
+
+    def of_group(self, index: int) -> InputBatch:
+        """Return the batch with the slots and tables of a KV group as its own."""
+        if index == 0:
+            return self
+        tables = self.more_tables[index - 1]
+        return replace(self, slot_mapping=tables.slot_mapping, block_tables=tables.block_tables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +63,7 @@ class AttentionSpec:
 
 @dataclass(kw_only=True)
 class AttentionMetrics:
-    """What a backend has computed so far."""
+    """What a backend has computed so far; a step counts once for each KV group."""
 
     num_steps: int = 0
     num_query_tokens: int = 0
@@ -58,14 +74,15 @@ class AttentionBackendProtocol(ABC):
     """Stores new KV in its blocks and attends over all of a sequence's KV.
 
     Providers are called as `factory(num_heads=..., num_kv_heads=..., head_dim=..., block_size=...)`.
-    The model runner calls `plan` once per step and hands the result to `forward` for each layer.
+    The forward backend calls `plan` once per step and KV group, and hands the result to `forward` for each
+    layer of the group. A group's table may have stale ids before its window.
     Attention is causal; with a sliding window a query sees itself and the `window - 1` tokens
     before it. A backend that cannot serve a geometry raises UnsupportedModelError when it is made.
     """
 
     @abstractmethod
     def plan(self, batch: InputBatch) -> object:
-        """Prepare what all layers of a step share."""
+        """Prepare what all layers of a step and group share."""
 
     @abstractmethod
     def forward(

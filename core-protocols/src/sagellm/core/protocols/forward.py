@@ -68,9 +68,11 @@ class ForwardBackendProtocol(ABC):
 
     @abstractmethod
     def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
-        """Allocate the KV of each group: `num_blocks[i]` blocks of `layouts[i]`.
+        """Allocate the KV of each group: `num_blocks[i]` blocks of `layouts[i]`, all of one block size.
 
-        Today's models have one group. Raises OutOfMemoryError if there is no room.
+        Group `i` takes its slots and tables from `batch.of_group(i)`. Today's models have one group; a
+        backend without the feature `kv_groups` raises UnsupportedModelError for more. Raises OutOfMemoryError
+        if there is no room.
         """
 
     @abstractmethod

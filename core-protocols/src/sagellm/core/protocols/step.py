@@ -45,8 +45,9 @@ class SeatArrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockUpdates:
-    """Entries of block tables that changed: `tables[seats, indices] = block_ids`; all (updates,)."""
+    """Entries of block tables that changed: `tables[groups, seats, indices] = block_ids`; all (updates,)."""
 
+    groups: Ints  # KV groups; each has its own blocks and one table
     seats: Ints
     indices: Ints
     block_ids: Ints
@@ -54,7 +55,10 @@ class BlockUpdates:
 
 @dataclass(frozen=True, slots=True)
 class CopyBlocks:
-    """Copy the KV of each pair's first block to its second, pair by pair in order."""
+    """Copy the KV of each pair's first block to its second, pair by pair in order.
+
+    Blocks of this and the other operations are those of the first KV group.
+    """
 
     pairs: Sequence[tuple[BlockId, BlockId]]
 

@@ -76,19 +76,21 @@ class Seats:
           shared, locked    ours, collected    ours, in flight    known, no KV    not drawn yet
 
     `num_computed` counts what has been submitted, `num_committed` what has been collected; they are equal
-    while no step is in flight. Block tables are written when a sequence grows, and never rebuilt.
+    while no step is in flight. There is a block table for each KV group, all of one block size. They are
+    written when a sequence grows, and never rebuilt.
     `generation` changes when a sequence leaves, so that results collected for it later are recognized as
     stale.
     """
 
-    def __init__(self, num_seats: int, *, block_size: int) -> None:
+    def __init__(self, num_seats: int, *, block_size: int, num_groups: int = 1) -> None:
         """Create empty seats. Their tables widen with the longest sequence."""
         self.block_size = block_size
         self.num_tokens: Ints = np.zeros(num_seats, np.int32)  # known: prompt and output
         self.num_computed: Ints = np.zeros(num_seats, np.int32)
         self.num_committed: Ints = np.zeros(num_seats, np.int32)
         self.num_in_flight: Ints = np.zeros(num_seats, np.int32)  # tokens that submitted steps draw at least
-        self.num_blocks: Ints = np.zeros(num_seats, np.int32)
+        self.lengths: Ints = np.zeros((num_groups, num_seats), np.int32)  # blocks in the tables
+        self.num_blocks: Ints = self.lengths[0]
         self.max_total: Ints = np.zeros(num_seats, np.int32)  # tokens at which a sequence ends
         self.max_computed: Ints = np.zeros(num_seats, np.int32)  # one less: the last token is never computed
         self.min_total: Ints = np.zeros(num_seats, np.int32)  # tokens up to which no stop token counts
@@ -100,14 +102,14 @@ class Seats:
         self.scored: set[int] = set()  # seats of which log-probabilities of the prompt are still wanted
         self.with_many_stops: set[int] = set()
         self.stops: Ints = np.full((num_seats, NUM_STOPS), -1, np.int32)
-        self.tables, self.tokens = first_tables(num_seats, block_size)
+        self.tables, self.tokens = first_tables(num_seats, block_size, num_groups)
         self.sequences: npt.NDArray[np.object_] = np.full(num_seats, None)
         self.sequence_ids: npt.NDArray[np.object_] = np.full(num_seats, None)
         self._free = list(range(num_seats - 1, -1, -1))
         self._arrivals: dict[Seat, SeatArrival] = {}  # since the last step, like `_departures` and `_updates`
         self._departures: list[Seat] = []
-        self._updates: list[tuple[int, int, int]] = []  # seat, first index, end
-        self._entries: list[tuple[Ints, Ints]] = []  # seats and indices of single blocks
+        self._updates: list[tuple[int, int, int, int]] = []  # group, seat, first index, end
+        self._entries: list[tuple[Ints, Ints, Ints]] = []  # groups, seats and indices of single blocks
 
     @property
     def num_free(self) -> int:
@@ -115,13 +117,16 @@ class Seats:
         return len(self._free)
 
     def take(self, sequence: Sequence, tokens: TokenIds, block_ids: Seq[BlockId], num_computed: int) -> Seat:
-        """Seat a sequence with its tokens so far and its blocks; its first `num_computed` tokens have KV."""
+        """Seat a sequence with its tokens so far and its blocks of the first KV group.
+
+        Its first `num_computed` tokens have KV.
+        """
         seat, request, params = Seat(self._free.pop()), sequence.request, sequence.params
         num_prompt, num_tokens = len(request.token_ids), len(tokens)
         num_blocks, stops = len(block_ids), sorted(sequence.stop_token_ids)
         self.num_tokens[seat] = num_tokens
         self.num_computed[seat] = self.num_committed[seat] = num_computed
-        self.num_in_flight[seat] = self.num_blocks[seat] = 0
+        self.num_in_flight[seat] = 0
         self.max_total[seat] = num_prompt + request.max_tokens
         self.max_computed[seat] = self.max_total[seat] - 1
         self.min_total[seat] = min(num_prompt + params.min_tokens, _MOST)
@@ -135,12 +140,12 @@ class Seats:
         self.stops[seat] = -1
         if stops:
             self.stops[seat, : len(stops[:NUM_STOPS])] = stops[:NUM_STOPS]
-        if num_blocks > self.tables.shape[1]:
+        if num_blocks > self.tables.shape[2]:
             self._widen(num_blocks)
         self.tokens[seat, :num_tokens] = np.frombuffer(tokens.data, np.int32)
-        self.tables[seat, :num_blocks] = block_ids
+        self.tables[0, seat, :num_blocks] = block_ids
         self.num_blocks[seat] = num_blocks
-        self._updates.append((seat, 0, num_blocks))
+        self._updates.append((0, seat, 0, num_blocks))
         self.sequences[seat], self.sequence_ids[seat] = sequence, sequence.sequence_id
         self._arrivals[seat] = SeatArrival(
             seat, sequence.sequence_id, tokens, num_prompt, params, sequence.seed, sequence.stop_token_ids
@@ -150,7 +155,7 @@ class Seats:
     def leave(self, seat: Seat) -> None:
         """Empty a seat."""
         self.sequences[seat] = self.sequence_ids[seat] = None
-        self.num_committed[seat] = self.num_blocks[seat] = 0
+        self.num_committed[seat] = self.lengths[:, seat] = 0
         self.generation[seat] += 1
         self.scored.discard(seat)
         self.with_many_stops.discard(seat)
@@ -164,66 +169,69 @@ class Seats:
         known: Ints = np.minimum(self.num_tokens + self.num_in_flight, self.max_computed)
         return np.where(self.is_held, self.num_computed, known) if np.count_nonzero(self.is_held) else known
 
-    def append_blocks(self, seat: Seat, block_ids: Seq[BlockId]) -> None:
+    def append_blocks(self, seat: Seat, block_ids: Seq[BlockId], group: int = 0) -> None:
         """Append blocks to a sequence's table."""
-        begin = self.num_blocks.item(seat)
+        begin = self.lengths.item(group, seat)
         end = begin + len(block_ids)
-        if end > self.tables.shape[1]:
+        if end > self.tables.shape[2]:
             self._widen(end)
         if end == begin + 1:  # as for decodes
-            self.tables[seat, begin] = block_ids[0]
+            self.tables[group, seat, begin] = block_ids[0]
         else:
-            self.tables[seat, begin:end] = block_ids
-        self.num_blocks[seat] = end
-        self._updates.append((seat, begin, end))
+            self.tables[group, seat, begin:end] = block_ids
+        self.lengths[group, seat] = end
+        self._updates.append((group, seat, begin, end))
 
-    def append_each(self, seats: Places, block_ids: Seq[BlockId]) -> None:
+    def append_each(self, seats: Places, block_ids: Seq[BlockId], group: int = 0) -> None:
         """Append one block to the table of each of several sequences."""
-        places = self.num_blocks.take(seats)
-        if (num_blocks := int(places.max()) + 1) > self.tables.shape[1]:
+        places = self.lengths[group].take(seats)
+        if (num_blocks := int(places.max()) + 1) > self.tables.shape[2]:
             self._widen(num_blocks)
-        self.tables[seats, places] = block_ids
-        self.num_blocks[seats] = places + 1
-        self._entries.append((seats.astype(np.int32), places))
+        self.tables[group][seats, places] = block_ids
+        self.lengths[group][seats] = places + 1
+        self._entries.append((np.full(len(seats), group, np.int32), seats.astype(np.int32), places))
 
-    def set_blocks(self, seat: Seat, begin: int, block_ids: Seq[BlockId]) -> None:
+    def set_blocks(self, seat: Seat, begin: int, block_ids: Seq[BlockId], group: int = 0) -> None:
         """Replace entries of a sequence's table."""
         if block_ids:
-            self.tables[seat, begin : begin + len(block_ids)] = block_ids
-            self._updates.append((seat, begin, begin + len(block_ids)))
+            self.tables[group, seat, begin : begin + len(block_ids)] = block_ids
+            self._updates.append((group, seat, begin, begin + len(block_ids)))
 
     def _widen(self, num_blocks: int) -> None:
         """Make room for a sequence of this many blocks, and its next token; copy only what is in use."""
-        width = max(num_blocks, 2 * self.tables.shape[1])
-        tables: Ints = np.zeros((len(self.tables), width), np.int32)
-        tokens: Ints = np.zeros((len(self.tables), width * self.block_size + 1), np.int32)
-        for seat in np.flatnonzero(self.num_blocks).tolist():
-            tables[seat, : self.num_blocks[seat]] = self.tables[seat, : self.num_blocks[seat]]
+        num_groups, num_seats, before = self.tables.shape
+        width = max(num_blocks, 2 * before)
+        tables: Ints = np.zeros((num_groups, num_seats, width), np.int32)
+        tokens: Ints = np.zeros((num_seats, width * self.block_size + 1), np.int32)
+        lengths = self.lengths.max(0)
+        for seat in np.flatnonzero(lengths).tolist():
+            tables[:, seat, : lengths[seat]] = self.tables[:, seat, : lengths[seat]]
             tokens[seat, : self.num_tokens[seat]] = self.tokens[seat, : self.num_tokens[seat]]
         self.tables, self.tokens = tables, tokens
 
-    def cut_blocks(self, seat: Seat, num_blocks: int) -> list[BlockId]:
+    def cut_blocks(self, seat: Seat, num_blocks: int, group: int = 0) -> list[BlockId]:
         """Remove the blocks after the first `num_blocks` from a sequence's table and return them."""
-        cut: list[BlockId] = self.tables[seat, num_blocks : self.num_blocks[seat]].tolist()
-        self.num_blocks[seat] = num_blocks
+        cut = self.block_ids(seat, group)[num_blocks:]
+        self.lengths[group, seat] = num_blocks
         return cut
 
-    def replace_blocks(self, moved: Mapping[BlockId, BlockId]) -> None:
-        """Replace each source block by its target in all tables."""
+    def replace_blocks(self, moved: Mapping[BlockId, BlockId], group: int = 0) -> None:
+        """Replace each source block by its target in all tables of a KV group."""
         sources = np.array(sorted(moved), np.int32)
         targets = np.array([moved[source] for source in sources.tolist()], np.int32)
-        for seat in np.flatnonzero(self.num_blocks).tolist():
-            table = self.tables[seat, : self.num_blocks[seat]]
+        lengths = self.lengths[group]
+        for seat in np.flatnonzero(lengths).tolist():
+            table = self.tables[group, seat, : lengths[seat]]
             place = np.minimum(np.searchsorted(sources, table), len(sources) - 1)
             is_moved = sources[place] == table
             if is_moved.any():
                 table[is_moved] = targets[place[is_moved]]
                 indices = np.flatnonzero(is_moved)
-                self._updates.append((seat, int(indices[0]), int(indices[-1]) + 1))
+                self._updates.append((group, seat, int(indices[0]), int(indices[-1]) + 1))
 
-    def block_ids(self, seat: Seat) -> list[BlockId]:
+    def block_ids(self, seat: Seat, group: int = 0) -> list[BlockId]:
         """Return the blocks of a sequence."""
-        held: list[BlockId] = self.tables[seat, : self.num_blocks[seat]].tolist()
+        held: list[BlockId] = self.tables[group, seat, : self.lengths[group, seat]].tolist()
         return held
 
     def token_ids(self, seat: Seat) -> TokenIds:
@@ -245,7 +253,7 @@ class Seats:
         self._arrivals = {each.seat: each for each in step.arrivals} | self._arrivals
         self._departures = [*step.departures, *self._departures]
         if (updates := step.new_blocks) is not None:
-            self._entries.append((updates.seats, updates.indices))
+            self._entries.append((updates.groups, updates.seats, updates.indices))
 
     def take_block_updates(self) -> BlockUpdates | None:
         """Return what changed in block tables since the last step."""
@@ -255,13 +263,13 @@ class Seats:
             entries.append(_entries_of(spans))
         if not entries:
             return None
-        seats, indices = (np.concatenate(parts) for parts in zip(*entries, strict=True))
-        return BlockUpdates(seats, indices, self.tables[seats, indices])
+        groups, seats, indices = (np.concatenate(parts) for parts in zip(*entries, strict=True))
+        return BlockUpdates(groups, seats, indices, self.tables[groups, seats, indices])
 
 
-def _entries_of(spans: Ints) -> tuple[Ints, Ints]:
-    """Return the seats and indices of all entries in spans: (seat, first index, end) each."""
-    lengths = spans[:, 2] - spans[:, 1]
+def _entries_of(spans: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the groups, seats and indices of all entries in spans: (group, seat, first index, end) each."""
+    lengths = spans[:, 3] - spans[:, 2]
     ends = np.cumsum(lengths)
-    indices = np.arange(ends[-1], dtype=np.int32) + np.repeat(spans[:, 2] - ends, lengths).astype(np.int32)
-    return np.repeat(spans[:, 0], lengths), indices
+    indices = np.arange(ends[-1], dtype=np.int32) + np.repeat(spans[:, 3] - ends, lengths).astype(np.int32)
+    return np.repeat(spans[:, 0], lengths), np.repeat(spans[:, 1], lengths), indices

@@ -33,12 +33,12 @@ from sagellm.engines.models.decoder_loading import FEATURES, build_decoder
 
 
 class TorchForwardBackend(ForwardBackendProtocol):
-    """Keeps the KV of all blocks in one buffer and runs the model over it.
+    """Keeps the KV of a group's blocks in one buffer and runs the model over it.
 
     Decoders are built from their spec; other models run as classes of transformers.
     """
 
-    features = FEATURES | {TRANSFORMERS_CLASS, "attention_backends"}
+    features = FEATURES | {TRANSFORMERS_CLASS, "attention_backends", "kv_groups"}
 
     def __init__(  # noqa: PLR0913
         self,
@@ -62,22 +62,35 @@ class TorchForwardBackend(ForwardBackendProtocol):
             self._model = _build(spec, context)
         self._attention = attention
         self._device = device
-        self._kv: torch.Tensor | None = None
-        self._bytes: torch.Tensor | None = None  # the same memory: (blocks, bytes per block)
+        self._kv: list[torch.Tensor] = []  # of each group: (blocks, layers, 2, kv_heads, block_size, dim)
+        self._layers: list[torch.Tensor] = []  # the same, for each layer
+        self._group_of: list[int] = []  # of each layer
+        self._bytes: torch.Tensor | None = None  # that of the first group: (blocks, bytes per block)
         self._metrics = ForwardMetrics()
 
     def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
-        """Allocate one zeroed buffer for all blocks and view it as the layout says.
+        """Allocate one zeroed buffer for all blocks of a group and view it as its layout says.
 
-        Raises OutOfMemoryError if the device refuses it; UnsupportedModelError for layers whose KV is not
-        alike.
+        Raises OutOfMemoryError if the device refuses it; UnsupportedModelError for layers whose KV heads are
+        not alike, as there is one attention for all.
         """
-        if len(layouts) != 1:
-            raise UnsupportedModelError(f"the backend torch keeps one group of KV, not {len(layouts)}")
-        self._allocate(layouts[0], num_blocks[0])
+        shapes = {(each.group.num_kv_heads, each.group.head_dim) for each in layouts}
+        if len(shapes) != 1:
+            raise UnsupportedModelError(
+                f"the backend torch keeps groups of KV with one number and size of heads, not {len(shapes)}"
+            )
+        # A second call replaces the first buffers instead of adding to them.
+        self._kv, self._layers, self._bytes = [], [], None
+        for layout, number in zip(layouts, num_blocks, strict=True):
+            self._kv.append(self._allocate(layout, number))
+        place = {
+            layer: (group, self._kv[group][:, index])
+            for group, layout in enumerate(layouts)
+            for index, layer in enumerate(layout.group.layer_ids)
+        }
+        self._group_of, self._layers = map(list, zip(*(place[layer] for layer in sorted(place)), strict=True))
 
-    def _allocate(self, layout: KVLayout, num_blocks: int) -> None:
-        self._kv = self._bytes = None  # a second call replaces the first buffer instead of adding to it
+    def _allocate(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
         needed = num_blocks * layout.block_bytes
         group = layout.group
         dtype = getattr(torch, group.dtype)
@@ -96,16 +109,17 @@ class TorchForwardBackend(ForwardBackendProtocol):
             layout.token_stride,
             1,
         )
-        self._kv = flat.as_strided(shape, strides)
-        self._bytes = flat.view(torch.uint8).view(num_blocks, layout.block_bytes)
+        if self._bytes is None:
+            self._bytes = flat.view(torch.uint8).view(num_blocks, layout.block_bytes)
+        return flat.as_strided(shape, strides)
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Copy the KV of the first block of each pair to the second, one pair after the other."""
-        if self._kv is None:
+        if not self._kv:
             raise EngineError("copy_blocks was called before initialize_kv_caches; there is no KV to copy")
         for source, target in pairs:
-            self._kv[target].copy_(self._kv[source])
+            self._kv[0][target].copy_(self._kv[0][source])
 
     @torch.inference_mode()
     def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
@@ -126,11 +140,12 @@ class TorchForwardBackend(ForwardBackendProtocol):
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Return float32 logits (rows, vocab) of the wanted tokens; the head sees no others."""
-        if self._kv is None:
+        if not self._kv:
             raise EngineError("forward was called before initialize_kv_caches; there is no KV to write to")
         started_ns = time.perf_counter_ns()
-        plan = self._attention.plan(batch)
-        hidden = self._model.forward(batch, self._kv, self._attention, plan)
+        plans = [self._attention.plan(batch.of_group(group)) for group in range(len(self._kv))]
+        of_layers = [plans[group] for group in self._group_of]
+        hidden = self._model.forward(batch, self._layers, self._attention, of_layers)
         logits = self._model.compute_logits(hidden.index_select(0, batch.logits_indices)).float()
         self._metrics.num_steps += 1
         self._metrics.num_tokens += len(batch.input_ids)

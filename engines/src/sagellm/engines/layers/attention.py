@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sagellm.core import AttentionBackendProtocol, AttentionSpec
@@ -19,9 +21,10 @@ class Attention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv: torch.Tensor,
+        kv: Sequence[torch.Tensor],
         backend: AttentionBackendProtocol,
-        plan: object,
+        plans: Sequence[object],
     ) -> torch.Tensor:
-        """Return (tokens, heads, dim); `kv` is (blocks, layers, 2, kv_heads, block_size, dim)."""
-        return backend.forward(query, key, value, kv[:, self.layer_index], plan, self.spec)
+        """Return (tokens, heads, dim); `kv` and `plans` are those of all layers."""
+        index = self.layer_index
+        return backend.forward(query, key, value, kv[index], plans[index], self.spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,13 +32,14 @@ class CausalLM(ABC):
     def forward(
         self,
         batch: InputBatch,
-        kv: torch.Tensor,
+        kv: Sequence[torch.Tensor],
         attention: AttentionBackendProtocol,
-        plan: object,
+        plans: Sequence[object],
     ) -> torch.Tensor:
         """Return the last hidden states (tokens, hidden), normalised.
 
-        `kv` is (blocks, layers, 2, kv_heads, block_size, dim).
+        `kv` and `plans` have an entry for each layer: its KV, (blocks, 2, kv_heads, block_size, dim), and
+        what `attention` planned for its KV group.
         """
 
     @abstractmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sagellm.accel.linear import LinearContext, LinearMethod
@@ -16,19 +18,19 @@ from sagellm.engines.models.causal_lm import CausalLM
 class StepContext:
     """What all layers of one step share."""
 
-    __slots__ = ("attention", "kv", "linears", "plan", "tables")
+    __slots__ = ("attention", "kv", "linears", "plans", "tables")
 
     def __init__(
         self,
-        kv: torch.Tensor,
+        kv: Sequence[torch.Tensor],
         attention: AttentionBackendProtocol,
-        plan: object,
+        plans: Sequence[object],
         tables: RotaryTables,
         linears: LinearContext,
     ) -> None:
-        self.kv = kv  # (blocks, layers, 2, kv_heads, block_size, dim)
+        self.kv = kv  # of each layer: (blocks, 2, kv_heads, block_size, dim)
         self.attention = attention
-        self.plan = plan
+        self.plans = plans  # of each layer
         self.tables = tables
         self.linears = linears
 
@@ -62,7 +64,7 @@ class DecoderAttention:
             query_key = self.qk_norm(query_key)
         query_key = self.rotary.apply(query_key, step.tables)
         query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
-        out = self.attention(query, key, value, step.kv, step.attention, step.plan)
+        out = self.attention(query, key, value, step.kv, step.attention, step.plans)
         return self.o_proj.apply(out.reshape(len(hidden), -1), step.linears)
 
 
@@ -111,15 +113,15 @@ class DecoderModel:
     def __call__(
         self,
         batch: InputBatch,
-        kv: torch.Tensor,
+        kv: Sequence[torch.Tensor],
         attention: AttentionBackendProtocol,
-        plan: object,
+        plans: Sequence[object],
         linears: LinearContext,
     ) -> torch.Tensor:
         """Return normalised hidden states (tokens, hidden)."""
         hidden = torch.nn.functional.embedding(batch.input_ids, self.embed_tokens)
         tables = self.rotary.tables(batch.position_ids, max(batch.seq_lens), hidden.dtype)
-        step = StepContext(kv, attention, plan, tables, linears)
+        step = StepContext(kv, attention, plans, tables, linears)
         residual: torch.Tensor | None = None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, step)
@@ -140,11 +142,15 @@ class Decoder(CausalLM):
 
     @torch.inference_mode()
     def forward(
-        self, batch: InputBatch, kv: torch.Tensor, attention: AttentionBackendProtocol, plan: object
+        self,
+        batch: InputBatch,
+        kv: Sequence[torch.Tensor],
+        attention: AttentionBackendProtocol,
+        plans: Sequence[object],
     ) -> torch.Tensor:
         """Return the last hidden states (tokens, hidden), normalised."""
         self._linears.wide_rows.plan(batch.query_lens)
-        return self.model(batch, kv, attention, plan, self._linears)
+        return self.model(batch, kv, attention, plans, self._linears)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

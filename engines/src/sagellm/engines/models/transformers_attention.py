@@ -23,9 +23,9 @@ STEP = "sagellm_step"
 class PagedStep:
     """What one step's attention layers need."""
 
-    kv: torch.Tensor  # (blocks, layers, 2, kv_heads, block_size, dim)
+    kv: Sequence[torch.Tensor]  # one per layer: (blocks, 2, kv_heads, block_size, dim)
     attention: AttentionBackendProtocol
-    plan: object
+    plans: Sequence[object]  # one per layer
     specs: Sequence[AttentionSpec]  # one per layer
 
 
@@ -39,8 +39,8 @@ def paged_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        step.kv[:, layer],
-        step.plan,
+        step.kv[layer],
+        step.plans[layer],
         step.specs[layer],
     )
     return out.unsqueeze(0), None

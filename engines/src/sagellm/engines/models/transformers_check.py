@@ -48,13 +48,14 @@ class _SmallRunner:
         self._blocks = -(-_NUM_TOKENS // _BLOCK_SIZE)
         shape = (
             2 * self._blocks,
-            geometry.num_layers,
             2,
             geometry.num_kv_heads,
             _BLOCK_SIZE,
             geometry.head_dim,
         )
-        self._kv = torch.zeros(shape, dtype=context.dtype, device=context.device)
+        self._kv = [
+            torch.zeros(shape, dtype=context.dtype, device=context.device) for _ in range(geometry.num_layers)
+        ]
         self._attention = TorchNaiveBackend(
             num_heads=geometry.num_heads,
             num_kv_heads=geometry.num_kv_heads,
@@ -64,7 +65,8 @@ class _SmallRunner:
 
     def clear(self) -> None:
         """Forget all KV."""
-        self._kv.zero_()
+        for each in self._kv:
+            each.zero_()
 
     def run(self, parts: list[tuple[int, list[int], int]]) -> torch.Tensor:
         """Compute the last tokens of sequences, given as (row, new token ids, length so far)."""
@@ -84,7 +86,8 @@ class _SmallRunner:
             seq_lens=[end for _, _, end in parts],
             logits_indices=self._tensor([sum(lengths[: i + 1]) - 1 for i in range(len(parts))]),
         )
-        hidden = self._model.forward(batch, self._kv, self._attention, self._attention.plan(batch))
+        plans = [self._attention.plan(batch)] * len(self._kv)
+        hidden = self._model.forward(batch, self._kv, self._attention, plans)
         return self._model.compute_logits(hidden[batch.logits_indices]).float()
 
     def _tensor(self, values: list[int] | list[list[int]]) -> torch.Tensor:

@@ -165,11 +165,15 @@ class TransformersCausalLM(CausalLM):
 
     @torch.inference_mode()
     def forward(
-        self, batch: InputBatch, kv: torch.Tensor, attention: AttentionBackendProtocol, plan: object
+        self,
+        batch: InputBatch,
+        kv: Sequence[torch.Tensor],
+        attention: AttentionBackendProtocol,
+        plans: Sequence[object],
     ) -> torch.Tensor:
         """Return the last hidden states (tokens, hidden), normalised."""
         self._wide_rows.plan(batch.query_lens)
-        step = PagedStep(kv, attention, plan, self._specs)
+        step = PagedStep(kv, attention, plans, self._specs)
         output = self._base(
             input_ids=batch.input_ids.unsqueeze(0),
             position_ids=batch.position_ids.unsqueeze(0),

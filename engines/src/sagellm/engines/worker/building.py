@@ -27,8 +27,8 @@ def build_worker(
     """Allocate the KV of a backend and build the worker around it. Raises OutOfMemoryError."""
     modules, layout = plan.modules, plan.layout
     config = modules.config
-    runner = ModelRunner(backend, layout=layout, device=resolve_device(config.model.device))
-    runner.initialize_kv_caches(plan.num_blocks)
+    runner = ModelRunner(backend, [layout], device=resolve_device(config.model.device))
+    runner.initialize_kv_caches([plan.num_blocks])
     draw = draws.device_draw(runner.device)
     sampler = Sampler(
         processors.values(),

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from sagellm.core import ForwardBackendProtocol, InputBatch, KVLayout, StepInput
+from sagellm.core.protocols.attention import KVTables
 from sagellm.engines.forward.device_memory import check_room
 from sagellm.engines.worker.seat_state import SeatState
 from sagellm.engines.worker.work import WorkMeter
@@ -18,21 +19,27 @@ Longs = npt.NDArray[np.int64]
 
 
 class ModelRunner:
-    """Builds the flat input of a step and runs the forward backend on it."""
+    """Builds the flat input of a step and runs the forward backend on it.
 
-    def __init__(self, backend: ForwardBackendProtocol, *, layout: KVLayout, device: torch.device) -> None:
+    There is a layout for each KV group, all of one block size.
+    """
+
+    def __init__(
+        self, backend: ForwardBackendProtocol, layouts: Seq[KVLayout], *, device: torch.device
+    ) -> None:
         self.backend = backend
-        self._block_size = layout.block_size
-        self.layout = layout
+        self._block_size = layouts[0].block_size
+        self.layouts = layouts
         self.device = device
         self._is_on_host = device.type == "cpu"
         self.work = WorkMeter()
         self._counted: Longs = np.arange(0)
 
-    def initialize_kv_caches(self, num_blocks: int) -> None:
-        """Allocate the KV of `num_blocks` blocks. Raises OutOfMemoryError if there is no room."""
-        check_room(self.layout, num_blocks, self.device)
-        self.backend.initialize_kv_caches([self.layout], [num_blocks])
+    def initialize_kv_caches(self, num_blocks: Seq[int]) -> None:
+        """Allocate the KV of this many blocks of each group. Raises OutOfMemoryError if there is no room."""
+        for layout, number in zip(self.layouts, num_blocks, strict=True):
+            check_room(layout, number, self.device)
+        self.backend.initialize_kv_caches(self.layouts, num_blocks)
 
     def prepare_inputs(self, step: StepInput, state: SeatState, num_drafts: Seq[int]) -> InputBatch:
         """Concatenate the tokens of all rows.
@@ -50,21 +57,29 @@ class ModelRunner:
             positions = np.arange(len(rows)) + (step.starts + num_new - ends)[rows]
             seat_of, last = seats[rows], positions[ends - 1]
         blocks, offsets = np.divmod(positions, self._block_size)
-        slots = state.tables[seat_of, blocks] * np.int64(self._block_size) + offsets
+        last_blocks = last // self._block_size
+        first, *more = (
+            KVTables(
+                self._tensor(table[seat_of, blocks] * np.int64(self._block_size) + offsets),
+                self._tensor(self._used(table, seats, last_blocks)),
+            )
+            for table in state.tables
+        )
         return InputBatch(
             input_ids=self._tensor(state.tokens[seat_of, positions].astype(np.int64)),
             position_ids=self._tensor(positions),
-            slot_mapping=self._tensor(slots),
-            block_tables=self._tensor(self._tables(seats, last // self._block_size, state)),
+            slot_mapping=first.slot_mapping,
+            block_tables=first.block_tables,
             query_lens=num_new.tolist(),
             seq_lens=(last + 1).tolist(),
             logits_indices=self._tensor(_wanted(step, num_drafts)),
+            more_tables=more,
         )
 
-    def _tables(self, seats: Ints, last_blocks: Longs, state: SeatState) -> Longs:
+    def _used(self, table: Ints, seats: Ints, last_blocks: Longs) -> Longs:
         """Return the blocks of each row up to its last one; others are 0."""
         width = int(np.maximum.reduce(last_blocks)) + 1
-        tables = state.tables[seats, :width].astype(np.int64)
+        tables = table[seats, :width].astype(np.int64)
         is_left = self._numbers(width) > last_blocks[:, None]
         if np.count_nonzero(is_left):
             tables[is_left] = 0  # what earlier occupants left

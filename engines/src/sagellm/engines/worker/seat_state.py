@@ -20,14 +20,14 @@ _MAX_FIRST_TOKENS = 8 << 20
 """The same for all seats together: 32 MiB."""
 
 
-def first_tables(num_seats: int, block_size: int) -> tuple[Ints, Ints]:
-    """Return empty tables, of blocks (seats, width) and of tokens (seats, width · block_size + 1).
+def first_tables(num_seats: int, block_size: int, num_groups: int) -> tuple[Ints, Ints]:
+    """Return empty tables, of blocks (groups, seats, width) and of tokens (seats, width · block_size + 1).
 
     They are written to here: the system clears memory when it is first written to, 2 MiB at a time for large
     arrays, which would take milliseconds of the step that admits a sequence.
     """
     width = max(1, min(FIRST_TOKENS, _MAX_FIRST_TOKENS // max(1, num_seats)) // block_size)
-    tables: Ints = np.empty((num_seats, width), np.int32)
+    tables: Ints = np.empty((num_groups, num_seats, width), np.int32)
     tokens: Ints = np.empty((num_seats, width * block_size + 1), np.int32)
     for each in (tables, tokens):
         each.fill(0)
@@ -35,19 +35,19 @@ def first_tables(num_seats: int, block_size: int) -> tuple[Ints, Ints]:
 
 
 class SeatState:
-    """Tokens, block table and sampling parameters by seat.
+    """Tokens, a block table for each KV group, and sampling parameters, by seat.
 
     Tables widen with the longest sequence, to memory that is not touched before a sequence reaches it. Data
     left by a seat's last occupant is overwritten as the next one grows, and never read before that.
     """
 
-    def __init__(self, num_seats: int, *, block_size: int) -> None:
+    def __init__(self, num_seats: int, *, block_size: int, num_groups: int = 1) -> None:
         self._block_size = block_size
-        self.tables, self.tokens = first_tables(num_seats, block_size)
+        self.tables, self.tokens = first_tables(num_seats, block_size, num_groups)
         self.generation = np.zeros(
             num_seats, np.int64
         )  # of the occupant: what an earlier one drew is not its
-        self._num_blocks = np.zeros(num_seats, np.int32)
+        self._num_blocks = np.zeros(num_seats, np.int32)  # of the group that has most
         self.logits_states: list[LogitsStates | None] = [None] * num_seats  # None until first sampled
         self._arrivals: list[SeatArrival | None] = [None] * num_seats
 
@@ -85,18 +85,19 @@ class SeatState:
         self.tokens[seat, : len(arrival.token_ids)] = np.frombuffer(arrival.token_ids.data, np.int32)
 
     def _set_blocks(self, updates: BlockUpdates) -> None:
-        self.tables[updates.seats, updates.indices] = updates.block_ids
+        self.tables[updates.groups, updates.seats, updates.indices] = updates.block_ids
         np.maximum.at(self._num_blocks, updates.seats, updates.indices + 1)
 
     def _widen(self, num_blocks: int) -> None:
         """Make room for sequences of this many blocks, and their next token; copy only what is in use."""
-        if num_blocks <= self.tables.shape[1]:
+        num_groups, num_seats, before = self.tables.shape
+        if num_blocks <= before:
             return
-        width, size = max(num_blocks, 2 * self.tables.shape[1]), self._block_size
-        tables = np.zeros((len(self.tables), width), np.int32)
-        tokens = np.zeros((len(self.tables), width * size + 1), np.int32)
+        width, size = max(num_blocks, 2 * before), self._block_size
+        tables = np.zeros((num_groups, num_seats, width), np.int32)
+        tokens = np.zeros((num_seats, width * size + 1), np.int32)
         for seat in np.flatnonzero(self._num_blocks).tolist():
             end = int(self._num_blocks[seat])
-            tables[seat, :end] = self.tables[seat, :end]
+            tables[:, seat, :end] = self.tables[:, seat, :end]
             tokens[seat, : end * size + 1] = self.tokens[seat, : end * size + 1]
         self.tables, self.tokens = tables, tokens

@@ -41,7 +41,7 @@ class StepGraphs:
         """Make a step the current one, once its blocks are in the tables; return its transfers in order."""
         self._current = None
         if self._watchers:
-            tables = self._state.tables[step.seats]
+            tables = self._state.tables[0, step.seats]
             self._current = lower_step(step, layout=self._layout, tables=tables, cost=self._cost())
             for take in self._watchers:
                 take(self._current)

@@ -65,7 +65,7 @@ class Worker:
         if draw is not None and self._host_draw is None:
             self._late = LateTokens(draw, self._seat_draws, state, runner.device)
         self._in_flight: deque[LateStep] = deque()
-        self.graphs = graphs or StepGraphs(state, runner.layout)
+        self.graphs = graphs or StepGraphs(state, runner.layouts[0])
         self._around = around
 
     def compute(self, step: StepInput) -> StepOutput:
