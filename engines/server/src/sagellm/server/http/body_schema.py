@@ -109,6 +109,9 @@ class CompletionBody(SamplingBody, kw_only=True):
     logprobs: NumLogprobs | None = None
 
 
+Role = Literal["system", "developer", "user", "assistant"]
+
+
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A piece of a message's text."""
 
@@ -119,7 +122,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Message(msgspec.Struct, frozen=True):
     """One message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Role
     content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None = None
     name: Annotated[str, Meta(max_length=64)] | None = None
 

@@ -1,7 +1,7 @@
 """Decodes bytes into a body that satisfies the schema, or raises an error that names the parameter.
 
-Names, sizes and item counts are checked before a value is decoded, so a refused body takes about as much
-memory as its bytes.
+Bodies, messages and their parts are objects of `body_schema`, read alike: names, sizes and item counts are
+checked before a value is decoded, so a refused body takes about as much memory as its bytes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from sagellm.core import TokenIds
-from sagellm.server.http.body import LONG_BODY_BYTES
+from sagellm.core import TokenIds, nearest
+from sagellm.server.http.body import LONG_BODY_BYTES, object_fault
 from sagellm.server.http.body_schema import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -29,6 +28,7 @@ from sagellm.server.http.body_schema import (
     CompletionBody,
     DetokenizeBody,
     Message,
+    Role,
     StreamOptions,
     TextPart,
     TokenizeBody,
@@ -36,18 +36,8 @@ from sagellm.server.http.body_schema import (
 from sagellm.server.http.errors import APIError, invalid, unsupported
 from sagellm.server.http.ignored_fields import IgnoredFields
 from sagellm.server.http.json_values import (
-    Known,
     PromptLimits,
-    check_text,
-    decode_field,
-    decode_object,
-    explain,
-    first_byte,
-    is_json,
-    is_null,
     items,
-    missing,
-    read_names,
     read_text,
     read_token_ids,
     too_many_characters,
@@ -58,128 +48,33 @@ from sagellm.server.http.unsupported import (
     UNSUPPORTED,
     UNSUPPORTED_IN_MESSAGES,
     UNUSED_IF_NONE,
+    Refusal,
+    asks_for_nothing,
 )
 
-_KNOWN = Known(Message.__struct_fields__, IGNORED_IN_MESSAGES, UNSUPPORTED_IN_MESSAGES)
-_TOOL_ROLES = (b'"tool"', b'"function"')
-_NONE = Raw(b'"none"')
-_DECODERS = {
-    name: msgspec.json.Decoder(hint).decode
-    for name, hint in get_type_hints(Message, include_extras=True).items()
-}
-_MAX_PLAIN_BYTES = 256 << 10
-_NAMES = frozenset(Message.__struct_fields__)
-_decode_message = msgspec.json.Decoder(Message).decode
-_decode_parts = msgspec.json.Decoder(Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]).decode
-_decode_text = msgspec.json.Decoder(str).decode
-_PART = Known(TextPart.__struct_fields__, {}, {})
 B = TypeVar("B", bound=Struct)
-
-Reader = Callable[[memoryview, PromptLimits, IgnoredFields], Any]
-"""Decodes the JSON of a field and adds the names of ignored ones inside it."""
 
 MAX_FIELD_BYTES = 256 << 10
 """Limit on each field except prompts, messages and tokens: 64 stop strings of 1,024 characters fit."""
 
-_decode = msgspec.json.Decoder(dict[str, Raw]).decode
+_MAX_FIELDS = 64  # of a message, or of a part of one
+_MAX_NEUTRAL_BYTES = 1 << 10  # longer than any value that requests nothing
+_TOOL_ROLES = (b'"tool"', b'"function"')
+_NULL, _NONE = Raw(b"null"), Raw(b'"none"')
+_FIRST_BYTES = {dict: b"{", list: b"[", str: b'"', bool: b"tf"}
+_FIRST_ITEM = re.compile(rb"\[\s*(.)", re.DOTALL)
+_INDEX = re.compile(r"\[\d+\]")
+_WHERE = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$\.?([^`]*)`)?", re.DOTALL)
+_PATTERN = re.compile(r"matching regex '.*'")
+
+_NAMES = frozenset(Message.__struct_fields__)
 _decode_names = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_optional_names = msgspec.json.Decoder(dict[str, Raw] | None).decode
-_decode_options = msgspec.json.Decoder(StreamOptions | None).decode
 _decode_texts = msgspec.json.Decoder(str | list[str]).decode
-_FIRST = re.compile(rb"\[\s*(.)", re.DOTALL)
-
-
-def read_messages(
-    value: memoryview, limits: PromptLimits, ignored: IgnoredFields, *, is_optional: bool
-) -> list[Message] | None:
-    """Return messages; the names of ignored fields are added to `ignored`. Raises APIError."""
-    if is_optional and is_null(value):
-        return None
-    if first_byte(value) != b"[":
-        msgspec.json.decode(value, type=list)  # raises ValidationError
-    messages: list[Message] = []
-    num_characters = 0
-    for index, item in enumerate(items(value)):
-        if index == MAX_MESSAGES:
-            raise invalid("messages", f"messages: there may be at most {MAX_MESSAGES}; send fewer")
-        message = _read_plain(item) or _read_message(f"messages[{index}]", item, limits, ignored)
-        if message.content is None and message.role != "assistant":
-            raise missing(f"messages[{index}].content")
-        if isinstance(message.content, list):  # thousands of parts are joined only once
-            message = msgspec.structs.replace(message, content=message.text)
-        messages.append(message)
-        num_characters += len(message.text)
-        if num_characters > limits.num_characters:
-            raise too_many_characters("messages", limits)
-    if not messages:
-        raise invalid("messages", "messages: expected at least one")
-    return messages
-
-
-def _read_plain(value: memoryview) -> Message | None:
-    """Decode a message at once, ten times as fast; None if it is long, invalid, or has ignored fields."""
-    if len(value) > _MAX_PLAIN_BYTES:
-        return None
-    with suppress(msgspec.ValidationError):
-        if _NAMES.issuperset(_decode_names(value)):
-            return _decode_message(value)
-    return None
-
-
-def _read_message(where: str, value: memoryview, limits: PromptLimits, ignored: IgnoredFields) -> Message:
-    values = decode_object(value, where)
-    role = memoryview(values.get("role", b""))
-    if any(is_json(role, name) for name in _TOOL_ROLES):
-        raise unsupported(
-            f"{where}.role",
-            "this server has no tool parser",
-            remedy="send a tool's result as text of the user",
-        )
-    content = memoryview(values.get("content", b""))
-    is_list = first_byte(content) == b"["
-    parts = _read_parts(f"{where}.content", content, limits, ignored) if is_list else None
-    fields: dict[str, Any] = {}
-    for name, raw in read_names(values, _KNOWN, f"{where}.", ignored).items():
-        shown = f"{where}.{name}"
-        if name == "content" and parts is not None:
-            fields[name] = parts
-            continue
-        check_text(memoryview(raw), shown, limits)
-        fields[name] = decode_field(raw, _DECODERS[name], shown)
-    if "role" not in fields:
-        raise missing(f"{where}.role")
-    return Message(**fields)
-
-
-def _read_parts(
-    where: str, value: memoryview, limits: PromptLimits, ignored: IgnoredFields
-) -> list[TextPart]:
-    if len(value) <= _MAX_PLAIN_BYTES:
-        with suppress(msgspec.ValidationError):  # the slow path below gives the precise error
-            parts: list[TextPart] = _decode_parts(value)
-            return parts
-    parts = []
-    for number, item in enumerate(items(value)):
-        if number == MAX_PARTS:
-            raise invalid(where, f"{where}: there may be at most {MAX_PARTS} parts; send fewer")
-        parts.append(_read_part(f"{where}[{number}]", item, limits, ignored))
-    return parts
-
-
-def _read_part(where: str, value: memoryview, limits: PromptLimits, ignored: IgnoredFields) -> TextPart:
-    values = decode_object(value, where)
-    kind = memoryview(values.get("type", b""))
-    if first_byte(kind) == b'"' and not is_json(kind, b'"text"'):
-        raise unsupported(
-            f"{where}.type", "the models here read text", remedy="send parts of the type 'text' alone"
-        )
-    fields = read_names(values, _PART, f"{where}.", ignored)
-    for name in _PART.fields:
-        if name not in fields:
-            raise missing(f"{where}.{name}")
-    check_text(memoryview(fields["text"]), f"{where}.text", limits)
-    decode_field(fields["type"], _decode_text, f"{where}.type")
-    return TextPart(type="text", text=decode_field(fields["text"], _decode_text, f"{where}.text"))
+_decode_message = msgspec.json.Decoder(Message).decode
+_decode_parts = msgspec.json.Decoder(Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]).decode
+_decode_role = msgspec.json.Decoder(Role).decode
+_decode_options = msgspec.json.Decoder(StreamOptions | None).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,116 +103,291 @@ def parse_now(
 ) -> Parsed[B]:
     """Check a body and return it. A lenient server ignores unknown fields. Raises APIError."""
     try:
-        values = _decode(data)
+        values = _decode_names(data)
     except msgspec.ValidationError:
         raise APIError(400, "the body must be a JSON object", code="invalid_json") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _explain_json(data) from error
-    ignored = IgnoredFields(takes_unknown=is_lenient)
-    readers = _READERS[kind]
-    unused = {name: list for choice, name in UNUSED_IF_NONE.items() if values.get(choice) == _NONE}
-    known = Known(kind.__struct_fields__, {**IGNORED, **unused}, UNSUPPORTED)
-    given = read_names(values, known, "", ignored)
-    fields = {}
-    for name, value in given.items():
+    reading = _Reading(limits or PromptLimits(), IgnoredFields(takes_unknown=is_lenient))
+    try:
+        return Parsed(reading.read(kind, values, ""), reading.ignored)
+    except UnicodeDecodeError as error:
+        raise _explain_json(b"") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One body that is being read."""
+
+    limits: PromptLimits
+    ignored: IgnoredFields
+
+    def read(self, kind: type[B], values: Mapping[str, Raw], prefix: str) -> B:
+        """Return an object. The names of its fields are shown after `prefix`.
+
+        A field that is null is absent, unless it is required. Adds the names of ignored fields to `ignored`.
+        Raises APIError for any other, unless its value requests nothing, such as null or false.
+        """
+        known = _KNOWN[kind]
+        fields: dict[str, Any] = {}
+        others: dict[str, Raw] = {}
+        for name, raw in values.items():
+            if (reader := known.readers.get(name)) is None:
+                others[name] = raw
+            elif raw != _NULL or name in known.required:
+                shown = prefix + name
+                try:
+                    fields[name] = reader(memoryview(raw), shown, self)
+                except msgspec.ValidationError as error:
+                    raise _explain(error, shown) from None
+        unused = [name for choice, name in UNUSED_IF_NONE.items() if values.get(choice) == _NONE]
+        for name, raw in others.items():
+            self._take_other(prefix, name, raw, known, list if name in unused else known.ignored.get(name))
+        for name in known.required:
+            if name not in fields:
+                raise _missing(prefix + name)
+        return kind(**fields)
+
+    def _take_other(self, prefix: str, name: str, raw: Raw, known: _Known, kind: type | None) -> None:
+        """Ignore a field that is not of the schema, if it is of its `kind`, or refuse it."""
+        if kind is not None:
+            if raw == _NULL:
+                return
+            _require_type(prefix + name, memoryview(raw), kind)
+        elif not self.ignored.takes_unknown or name in known.refused:
+            _require_nothing(f"{prefix}{name[:64]}", name, memoryview(raw), known)
+            return
+        self.ignored.add(_INDEX.sub("", prefix) + name)
+
+    def object(self, kind: type[B], value: memoryview, shown: str) -> B:
+        """Return a message, or a part of one."""
+        if len(value) > LONG_BODY_BYTES and (fault := object_fault(value, shown)) is not None:
+            raise invalid(shown, fault)
         try:
-            fields[name] = readers[name](memoryview(value), limits or PromptLimits(), ignored)
+            values = _decode_names(value)
         except msgspec.ValidationError as error:
-            raise explain(error, name) from None
-        except UnicodeDecodeError as error:
-            raise _explain_json(b"") from error
-    for name in _REQUIRED[kind]:
-        if name not in fields:
-            raise missing(name)
-    return Parsed(kind(**fields), ignored)
+            raise _explain(error, shown) from None
+        if len(values) > _MAX_FIELDS:
+            raise invalid(shown, f"{shown}: {len(values)} fields; there may be at most {_MAX_FIELDS}")
+        return self.read(kind, values, f"{shown}.")
 
 
-def _read_field(name: str, decode: Callable[[memoryview], Any]) -> Reader:
-    def read(value: memoryview, limits: PromptLimits, ignored: IgnoredFields) -> Any:
-        _check_size(name, value)
-        return decode(value)
-
-    return read
+_Reader = Callable[[memoryview, str, _Reading], Any]
+"""Decodes the JSON of a field, whose name is shown as this. Raises APIError or ValidationError."""
 
 
-def _check_size(name: str, value: memoryview) -> None:
-    if len(value) > MAX_FIELD_BYTES:
-        raise invalid(name, f"{name}: {len(value)} bytes; there may be at most {MAX_FIELD_BYTES}; send less")
+def _first(value: memoryview) -> bytes:
+    """Return the first byte of a JSON value, which determines its type."""
+    return bytes(value[:1])
 
 
-def _read_prompt(
-    value: memoryview, limits: PromptLimits, ignored: IgnoredFields
-) -> str | list[str] | list[TokenIds]:
-    if first_byte(value) == b'"':
-        return read_text(value, "prompt", limits)
-    found = _FIRST.match(value)
+def _read_messages(value: memoryview, shown: str, reading: _Reading) -> list[Message]:
+    if _first(value) != b"[":
+        msgspec.json.decode(value, type=list)  # raises ValidationError
+    messages: list[Message] = []
+    num_characters = 0
+    for index, item in enumerate(items(value)):
+        if index == MAX_MESSAGES:
+            raise invalid(shown, f"{shown}: there may be at most {MAX_MESSAGES}; send fewer")
+        where = f"{shown}[{index}]"
+        message = _read_plain(item) or reading.object(Message, item, where)
+        if message.content is None and message.role != "assistant":
+            raise _missing(f"{where}.content")
+        if isinstance(message.content, list):  # thousands of parts are joined only once
+            message = msgspec.structs.replace(message, content=message.text)
+        messages.append(message)
+        num_characters += len(message.text)
+        if num_characters > reading.limits.num_characters:
+            raise too_many_characters(shown, reading.limits)
+    if not messages:
+        raise invalid(shown, f"{shown}: expected at least one")
+    return messages
+
+
+def _read_plain(value: memoryview) -> Message | None:
+    """Decode a message at once, ten times as fast; None if it is long, invalid, or has ignored fields."""
+    if len(value) <= MAX_FIELD_BYTES:
+        with suppress(msgspec.ValidationError):
+            if _NAMES.issuperset(_decode_names(value)):
+                return _decode_message(value)
+    return None
+
+
+def _read_role(value: memoryview, shown: str, reading: _Reading) -> str:
+    if value in _TOOL_ROLES:
+        raise unsupported(
+            shown, "this server has no tool parser", remedy="send a tool's result as text of the user"
+        )
+    role: str = _decode_role(value)
+    return role
+
+
+def _read_content(value: memoryview, shown: str, reading: _Reading) -> str | list[TextPart]:
+    if _first(value) == b'"':
+        return read_text(value, shown, reading.limits)
+    if _first(value) != b"[":
+        msgspec.json.decode(value, type=str | list | None)  # raises ValidationError
+    if len(value) <= MAX_FIELD_BYTES:
+        with suppress(msgspec.ValidationError):  # what follows gives the precise error
+            decoded: list[TextPart] = _decode_parts(value)
+            return decoded
+    parts = []
+    for number, item in enumerate(items(value)):
+        if number == MAX_PARTS:
+            raise invalid(shown, f"{shown}: there may be at most {MAX_PARTS} parts; send fewer")
+        parts.append(reading.object(TextPart, item, f"{shown}[{number}]"))
+    return parts
+
+
+def _read_type(value: memoryview, shown: str, reading: _Reading) -> str:
+    if _first(value) == b'"' and bytes(value[:7]) != b'"text"':
+        raise unsupported(shown, "the models here read text", remedy="send parts of the type 'text' alone")
+    text: str = msgspec.json.decode(value, type=str)
+    return text
+
+
+def _read_text(value: memoryview, shown: str, reading: _Reading) -> str:
+    return read_text(value, shown, reading.limits)
+
+
+def _read_prompt(value: memoryview, shown: str, reading: _Reading) -> str | list[str] | list[TokenIds]:
+    limits = reading.limits
+    if _first(value) == b'"':
+        return read_text(value, shown, limits)
+    found = _FIRST_ITEM.match(value)
     if found is not None and found[1] in b"-0123456789":
-        return [read_token_ids(value, "prompt", limits)]
+        return [read_token_ids(value, shown, limits)]
     is_short = len(value) <= LONG_BODY_BYTES and found is not None and found[1] == b'"'
     if found is None or found[1] not in b'["' or is_short:
         decoded: str | list[str] = _decode_texts(value)
         if len(decoded) > MAX_PROMPTS:
-            raise _too_many_prompts()
+            raise _too_many_prompts(shown)
         return decoded
     texts: list[str] = []
     lists: list[TokenIds] = []
     num_characters = 0
     for number, item in enumerate(items(value)):
         if number == MAX_PROMPTS:
-            raise _too_many_prompts()
+            raise _too_many_prompts(shown)
         if found[1] == b"[":
-            lists.append(read_token_ids(item, "prompt", limits))
+            lists.append(read_token_ids(item, shown, limits))
             continue
-        texts.append(read_text(item, "prompt", limits))
+        texts.append(read_text(item, shown, limits))
         num_characters += len(texts[-1])
         if num_characters > limits.num_characters:
-            raise too_many_characters("prompt", limits)
+            raise too_many_characters(shown, limits)
     return texts or lists
 
 
-def _too_many_prompts() -> APIError:
-    return invalid("prompt", f"prompt: there may be at most {MAX_PROMPTS} prompts; send fewer")
+def _too_many_prompts(shown: str) -> APIError:
+    return invalid(shown, f"{shown}: there may be at most {MAX_PROMPTS} prompts; send fewer")
 
 
-def _read_text_prompt(value: memoryview, limits: PromptLimits, ignored: IgnoredFields) -> str | None:
-    return None if is_null(value) else read_text(value, "prompt", limits)
+def _read_tokens(value: memoryview, shown: str, reading: _Reading) -> TokenIds:
+    return read_token_ids(value, shown, PromptLimits(num_tokens=reading.limits.num_characters))
 
 
-def _read_tokens(value: memoryview, limits: PromptLimits, ignored: IgnoredFields) -> TokenIds:
-    return read_token_ids(value, "tokens", PromptLimits(num_tokens=limits.num_characters))
-
-
-def _read_options(value: memoryview, limits: PromptLimits, ignored: IgnoredFields) -> StreamOptions | None:
+def _read_options(value: memoryview, shown: str, reading: _Reading) -> StreamOptions | None:
     """Return the supported stream options; others are ignored, as none changes the text."""
-    _check_size("stream_options", value)
-    known = StreamOptions.__struct_fields__
-    names = _decode_optional_names(value) or ()
-    for name in names:
-        if name not in known:
-            ignored.add(f"stream_options.{name[:64]}")
+    _check_size(shown, value)
+    for name in _decode_optional_names(value) or ():
+        if name not in StreamOptions.__struct_fields__:
+            reading.ignored.add(f"{shown}.{name[:64]}")
     options: StreamOptions | None = _decode_options(value)
     return options
 
 
-def _readers(kind: type[Struct]) -> dict[str, Reader]:
+def _read_any(decode: Callable[[memoryview], Any]) -> _Reader:
+    def read(value: memoryview, shown: str, reading: _Reading) -> Any:
+        _check_size(shown, value)
+        return decode(value)
+
+    return read
+
+
+def _check_size(shown: str, value: memoryview) -> None:
+    if len(value) > MAX_FIELD_BYTES:
+        raise invalid(
+            shown, f"{shown}: {len(value)} bytes; there may be at most {MAX_FIELD_BYTES}; send less"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The names that an object may have: its fields, and those that are ignored or refused."""
+
+    readers: Mapping[str, _Reader]
+    required: tuple[str, ...]
+    ignored: Mapping[str, type]
+    refused: Mapping[str, Refusal]
+
+
+def _known(
+    kind: type[Struct],
+    special: Mapping[str, _Reader],
+    ignored: Mapping[str, type] = IGNORED,
+    refused: Mapping[str, Refusal] = UNSUPPORTED,
+) -> _Known:
     hints = get_type_hints(kind, include_extras=True)
-    special = {
-        "messages": partial(read_messages, is_optional=kind is TokenizeBody),
-        "prompt": _read_prompt if kind is CompletionBody else _read_text_prompt,
-        "stream_options": _read_options,
-        "tokens": _read_tokens,
-    }
-    return {
-        name: special[name] if name in special else _read_field(name, msgspec.json.Decoder(hint).decode)
+    readers = {
+        name: special[name] if name in special else _read_any(msgspec.json.Decoder(hint).decode)
         for name, hint in hints.items()
     }
+    required = tuple(field.name for field in msgspec.structs.fields(kind) if field.required)
+    return _Known(readers, required, ignored, refused)
 
 
-_KINDS: tuple[type[Struct], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
-_READERS: Mapping[type[Struct], Mapping[str, Reader]] = {kind: _readers(kind) for kind in _KINDS}
-_REQUIRED = {
-    kind: [field.name for field in msgspec.structs.fields(kind) if field.required] for kind in _KINDS
+_KNOWN: Mapping[type[Struct], _Known] = {
+    CompletionBody: _known(CompletionBody, {"prompt": _read_prompt, "stream_options": _read_options}),
+    ChatBody: _known(ChatBody, {"messages": _read_messages, "stream_options": _read_options}),
+    TokenizeBody: _known(TokenizeBody, {"prompt": _read_text, "messages": _read_messages}),
+    DetokenizeBody: _known(DetokenizeBody, {"tokens": _read_tokens}),
+    Message: _known(
+        Message, {"role": _read_role, "content": _read_content}, IGNORED_IN_MESSAGES, UNSUPPORTED_IN_MESSAGES
+    ),
+    TextPart: _known(TextPart, {"type": _read_type, "text": _read_text}, {}, {}),
 }
+
+
+def _require_type(shown: str, value: memoryview, kind: type) -> None:
+    """Check only the type: an ignored value may be long."""
+    if _first(value) in _FIRST_BYTES[kind]:
+        return
+    try:
+        msgspec.json.decode(value, type=kind)  # refuses a wrong type at its first byte
+    except msgspec.ValidationError as error:
+        raise _explain(error, shown) from None
+
+
+def _require_nothing(shown: str, name: str, value: memoryview, known: _Known) -> None:
+    refusal = known.refused.get(name)
+    if refusal is None:
+        near = nearest(name[:64], [*known.readers, *known.ignored, *known.refused])
+        told = f"unknown parameter {shown!r}.{near} A server started with --lenient ignores unknown ones."
+        raise invalid(shown, told, code="unknown_parameter")
+    if len(value) > _MAX_NEUTRAL_BYTES or not asks_for_nothing(refusal, _decode_short(value)):
+        raise unsupported(shown, refusal.why)
+
+
+def _decode_short(value: memoryview) -> Any:
+    try:
+        return msgspec.json.decode(value)
+    except UnicodeDecodeError:
+        return value
+
+
+def _explain(error: msgspec.ValidationError, name: str) -> APIError:
+    """Return the error for an invalid value of a field, with the path within it."""
+    found = _WHERE.fullmatch(str(error))
+    what, path = (found[1], found[2] or "") if found else (str(error), "")
+    where = name + ("." if path and not path.startswith("[") else "") + path
+    where = where.removesuffix("[...]")
+    what = _PATTERN.sub("keys of at most 64 letters, digits and _", what)
+    return invalid(where, f"{where}: {what[:1].lower()}{what[1:]}")
+
+
+def _missing(name: str) -> APIError:
+    return invalid(name, f"the parameter {name!r} is missing", code="missing_parameter")
 
 
 def _explain_json(data: bytes | bytearray) -> APIError:
