@@ -1,4 +1,7 @@
-"""Copying tensors out of a weight source to a device, in bounded memory."""
+"""Copying tensors out of a weight source to a device, in bounded memory.
+
+safetensors' own loading makes a whole tensor beside its final place, and looks at no value.
+"""
 
 from __future__ import annotations
 

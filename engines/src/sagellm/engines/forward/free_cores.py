@@ -2,7 +2,8 @@
 
 A step on a CPU joins its threads a few hundred times, and OpenMP's threads spin while they wait. If another
 process runs on one of their cores, each join lasts until the kernel gives that core back, milliseconds later:
-a step on all cores then takes 10 to 40 times as long, one on the free cores 1 to 2 times.
+a step on all cores then takes 10 to 40 times as long, one on the free cores 1 to 2 times. psutil would
+be a dependency for the one file that is read here.
 """
 
 from __future__ import annotations

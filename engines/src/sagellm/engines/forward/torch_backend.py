@@ -116,32 +116,28 @@ class TorchForwardBackend(ForwardBackendProtocol):
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Copy the KV of the first block of each pair to the second, one pair after the other."""
-        if not self._kv:
-            raise EngineError("copy_blocks was called before initialize_kv_caches; there is no KV to copy")
+        blocks = self._blocks("copy_blocks")
         for source, target in pairs:
-            self._kv[0][target].copy_(self._kv[0][source])
+            blocks[target].copy_(blocks[source])
 
     @torch.inference_mode()
     def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
         """Copy the KV of blocks to host memory, in this thread's stream."""
-        if self._bytes is None:
-            raise EngineError("read_blocks was called before initialize_kv_caches; there is no KV to read")
+        blocks = self._blocks("read_blocks")
         for block_id, target in zip(block_ids, into, strict=True):
-            torch.frombuffer(target, dtype=torch.uint8).copy_(self._bytes[block_id])
+            torch.frombuffer(target, dtype=torch.uint8).copy_(blocks[block_id])
 
     @torch.inference_mode()
     def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:
         """Copy the KV of blocks from host memory, in this thread's stream."""
-        if self._bytes is None:
-            raise EngineError("write_blocks was called before initialize_kv_caches; there is no KV to write")
+        blocks = self._blocks("write_blocks")
         for block_id, source in zip(block_ids, data, strict=True):
-            self._bytes[block_id].copy_(torch.frombuffer(source, dtype=torch.uint8))
+            blocks[block_id].copy_(torch.frombuffer(source, dtype=torch.uint8))
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Return float32 logits (rows, vocab) of the wanted tokens; the head sees no others."""
-        if not self._kv:
-            raise EngineError("forward was called before initialize_kv_caches; there is no KV to write to")
+        self._blocks("forward")
         started_ns = time.perf_counter_ns()
         plans = [self._attention.plan(batch.of_group(group)) for group in range(len(self._kv))]
         of_layers = [plans[group] for group in self._group_of]
@@ -159,6 +155,11 @@ class TorchForwardBackend(ForwardBackendProtocol):
     def model_metrics(self) -> ModelMetrics:
         """Return the size of the model."""
         return self._model.metrics()
+
+    def _blocks(self, what: str) -> torch.Tensor:
+        if self._bytes is None:
+            raise EngineError(f"{what} was called before initialize_kv_caches; there is no KV")
+        return self._bytes
 
 
 def _build(spec: ModelSpec, context: BuildContext) -> CausalLM:

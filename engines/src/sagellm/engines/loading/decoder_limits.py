@@ -1,4 +1,7 @@
-"""What a checkpoint's tokenizer may do to generated tokens, which become text where other requests wait."""
+"""What a checkpoint's tokenizer may do to generated tokens, which become text where other requests wait.
+
+The library tokenizers runs whatever decoder its file describes.
+"""
 
 from __future__ import annotations
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sagellm.engines.config.sections import ModelConfig
-
-_CHUNK_BYTES = 1 << 22
 
 
 def fingerprint_of(files: Iterable[Path], settings: ModelConfig) -> str:
@@ -29,6 +27,5 @@ def fingerprint_of(files: Iterable[Path], settings: ModelConfig) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}:".encode())
         with file.open("rb") as opened:
-            while chunk := opened.read(_CHUNK_BYTES):
-                digest.update(chunk)
+            file_digest(opened, lambda: digest)
     return digest.hexdigest()

@@ -177,24 +177,21 @@ def _token_ids(key: str, value: Any) -> frozenset[int]:
 
 
 def _number(values: Mapping[str, Any], name: str) -> float | None:
-    value = values.get(name)
-    if value is None:
-        return None
+    value = _checked(values, name, "number")
     try:
-        return float(_checked(value, name, "number"))
+        return None if value is None else float(value)
     except OverflowError:
         raise CheckpointError(f"{_FILE}: {name} is too large for a float") from None
 
 
 def _integer(values: Mapping[str, Any], name: str) -> int | None:
+    value = _checked(values, name, "integer")
+    return None if value is None else int(value)
+
+
+def _checked(values: Mapping[str, Any], name: str, kind: Literal["number", "integer"]) -> float | None:
     value = values.get(name)
-    if value is None:
-        return None
-    return int(_checked(value, name, "integer"))
-
-
-def _checked(value: Any, name: str, kind: Literal["number", "integer"]) -> float:
     wanted = int if kind == "integer" else int | float
-    if isinstance(value, bool) or not isinstance(value, wanted):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, wanted)):
         raise CheckpointError(f"{_FILE}: {name} is {shown(value)}; it must be a {kind}")
     return value

@@ -2,7 +2,7 @@
 
 Those of our model families are of two kinds: one takes `tokenizer.json` as it is, the others take its
 vocabulary, merges and post-processor, and bring the other steps themselves. What is rare is left to
-transformers.
+transformers, whose import alone takes longer than all else at a start: that is why this is written out.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """What a safetensors file says it holds, checked against the file, without reading any weights.
 
+The library safetensors does not give offsets, which mapping needs, nor bounds what a hostile header costs.
+
 Layout: 8 bytes length of the header, little endian; the header, JSON; then the tensors' bytes.
 Source: the format's description at huggingface.co/docs/safetensors.
 """

@@ -1,4 +1,8 @@
-"""Where a model's files are: a directory, the local Hugging Face cache, or the hub."""
+"""Where a model's files are: a directory, the local Hugging Face cache, or the hub.
+
+huggingface_hub finds and downloads; it neither says what an incomplete snapshot lacks nor bounds how long a
+look-up of the hub's address takes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Limits of a tokenizer's files, checked before anything is built of them.
 
 Building takes time and memory in proportion to the files, and runs the normalizer on the added tokens. Each
-limit is well above what published tokenizers have.
+limit is well above what published tokenizers have. The library tokenizers has no limits of its own.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ but would produce wrong text without an error.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from sagellm.core import InputBatch, ModelGeometry, UnsupportedModelError
@@ -15,6 +18,7 @@ from sagellm.engines.models.refusal import refuse_on_error
 
 _BLOCK_SIZE = 4
 _NUM_TOKENS = 7
+_BLOCKS = 2  # of a sequence
 _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_HALF = 0.2  # rounding, and experts that swap ranks; a missing state gives about 1
 
@@ -24,14 +28,24 @@ def check_consistency(model: CausalLM, geometry: ModelGeometry, context: BuildCo
 
     Raises UnsupportedModelError if the run fails, or if they differ by more than rounding.
     """
-    runner = _SmallRunner(model, geometry, context)
+    heads = {name: getattr(geometry, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+    attention = TorchNaiveBackend(**heads, block_size=_BLOCK_SIZE)
+    shape = (geometry.num_layers, 2 * _BLOCKS, 2, geometry.num_kv_heads, _BLOCK_SIZE, geometry.head_dim)
+    kv = torch.zeros(shape, dtype=context.dtype, device=context.device)
+
+    def run(*parts: _Part) -> torch.Tensor:
+        batch = _batch(parts, context.device)
+        plans = [attention.plan(batch)] * len(kv)
+        hidden = model.forward(batch, list(kv), attention, plans)
+        return model.compute_logits(hidden[batch.logits_indices]).float()
+
     ids = [1 + 7919 * i % (geometry.vocab_size - 1) for i in range(_NUM_TOKENS)]
     with refuse_on_error("a trial run over paged KV failed"):
-        expected = runner.run([(0, ids, len(ids))])[0]
-        runner.clear()
-        runner.run([(1, ids[::-1][:3], 3), (0, ids[:4], 4)])
-        runner.run([(0, ids[4:6], 6), (1, ids[:1], 4)])
-        got = runner.run([(1, ids[1:3], 6), (0, ids[6:], 7)])[1]
+        expected = run(_Part(0, ids, len(ids)))[0]
+        kv.zero_()
+        run(_Part(1, ids[::-1][:3], 3), _Part(0, ids[:4], 4))
+        run(_Part(0, ids[4:6], 6), _Part(1, ids[:1], 4))
+        got = run(_Part(1, ids[1:3], 6), _Part(0, ids[6:], 7))[1]
     difference = float((got - expected).norm() / expected.norm().clamp_min(1e-6))
     if not difference <= _TOLERANCE.get(context.dtype, _TOLERANCE_HALF):
         raise UnsupportedModelError(
@@ -40,55 +54,25 @@ def check_consistency(model: CausalLM, geometry: ModelGeometry, context: BuildCo
         )
 
 
-class _SmallRunner:
-    """Runs sequences in two small rows of blocks through the reference attention."""
+class _Part(NamedTuple):
+    """The next tokens of one of two sequences, and its length with them."""
 
-    def __init__(self, model: CausalLM, geometry: ModelGeometry, context: BuildContext) -> None:
-        self._model, self._device = model, context.device
-        self._blocks = -(-_NUM_TOKENS // _BLOCK_SIZE)
-        shape = (
-            2 * self._blocks,
-            2,
-            geometry.num_kv_heads,
-            _BLOCK_SIZE,
-            geometry.head_dim,
-        )
-        self._kv = [
-            torch.zeros(shape, dtype=context.dtype, device=context.device) for _ in range(geometry.num_layers)
-        ]
-        self._attention = TorchNaiveBackend(
-            num_heads=geometry.num_heads,
-            num_kv_heads=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
-            block_size=_BLOCK_SIZE,
-        )
+    row: int
+    ids: list[int]
+    length: int
 
-    def clear(self) -> None:
-        """Forget all KV."""
-        for each in self._kv:
-            each.zero_()
 
-    def run(self, parts: list[tuple[int, list[int], int]]) -> torch.Tensor:
-        """Compute the last tokens of sequences, given as (row, new token ids, length so far)."""
-        positions = [list(range(end - len(ids), end)) for _, ids, end in parts]
-        offsets = [row * self._blocks * _BLOCK_SIZE for row, _, _ in parts]
-        lengths = [len(ids) for _, ids, _ in parts]
-        batch = InputBatch(
-            input_ids=self._tensor([token for _, ids, _ in parts for token in ids]),
-            position_ids=self._tensor([p for each in positions for p in each]),
-            slot_mapping=self._tensor(
-                [o + p for o, each in zip(offsets, positions, strict=True) for p in each]
-            ),
-            block_tables=self._tensor(
-                [list(range(row * self._blocks, (row + 1) * self._blocks)) for row, _, _ in parts]
-            ),
-            query_lens=lengths,
-            seq_lens=[end for _, _, end in parts],
-            logits_indices=self._tensor([sum(lengths[: i + 1]) - 1 for i in range(len(parts))]),
-        )
-        plans = [self._attention.plan(batch)] * len(self._kv)
-        hidden = self._model.forward(batch, self._kv, self._attention, plans)
-        return self._model.compute_logits(hidden[batch.logits_indices]).float()
-
-    def _tensor(self, values: list[int] | list[list[int]]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._device)
+def _batch(parts: Sequence[_Part], device: torch.device) -> InputBatch:
+    positions = [torch.arange(part.length - len(part.ids), part.length) for part in parts]
+    lengths = [len(part.ids) for part in parts]
+    slots = [each + part.row * _BLOCKS * _BLOCK_SIZE for part, each in zip(parts, positions, strict=True)]
+    tables = torch.arange(2 * _BLOCKS).view(2, _BLOCKS)
+    return InputBatch(
+        input_ids=torch.tensor([token for part in parts for token in part.ids], device=device),
+        position_ids=torch.cat(positions).to(device),
+        slot_mapping=torch.cat(slots).to(device),
+        block_tables=tables[[part.row for part in parts]].to(device),
+        query_lens=lengths,
+        seq_lens=[part.length for part in parts],
+        logits_indices=torch.tensor(lengths, device=device).cumsum(0) - 1,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -29,11 +30,40 @@ from sagellm.engines.models.causal_lm import BuildContext, CausalLM
 from sagellm.engines.models.hf_config import read_hf_config
 from sagellm.engines.models.quiet import quiet_transformers
 from sagellm.engines.models.refusal import refuse_on_error
-from sagellm.engines.models.transformers_attention import ATTENTION, STEP, PagedStep, register
 from sagellm.engines.models.transformers_check import check_consistency
 from sagellm.engines.models.transformers_family import find_class
 
+_ATTENTION = "sagellm"
+_STEP = "sagellm_step"
+"""The keyword argument with a _PagedStep: transformers passes unknown ones down to attention layers."""
 _HIDDEN = "sagellm_hidden"
+
+
+@dataclass(frozen=True)
+class _PagedStep:
+    """What one step's attention layers need."""
+
+    kv: Sequence[torch.Tensor]  # one per layer: (blocks, 2, kv_heads, block_size, dim)
+    attention: AttentionBackendProtocol
+    plans: Sequence[object]  # one per layer
+    specs: Sequence[AttentionSpec]  # one per layer
+
+
+def _paged_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend over paged KV for (1, heads, tokens, dim); returns (1, tokens, heads, dim) and no weights."""
+    step: _PagedStep = kwargs[_STEP]
+    layer: int = module.layer_idx
+    out = step.attention.forward(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        step.kv[layer],
+        step.plans[layer],
+        step.specs[layer],
+    )
+    return out.unsqueeze(0), None
 
 
 class _HiddenOutput:
@@ -94,9 +124,11 @@ def build_transformers(spec: ModelSpec, context: BuildContext) -> CausalLM:
     Linear layers are quantized one by one after loading, so the unquantized weights are in memory once.
     Raises UnsupportedModelError if the result depends on how tokens are split over steps.
     """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     model_class: Any = find_class(spec.config)
     tensors = {name: _LazyTensor(tensor, context.weights) for name, tensor in spec.tensors.items()}
-    register()
+    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _paged_attention)  # without a mask, so none is built
     ctx = LinearContext(WideRows(context.dtype, context.device))
     # transformers changes modes of tensors that it creates, which inference-mode tensors forbid.
     with (
@@ -110,7 +142,7 @@ def build_transformers(spec: ModelSpec, context: BuildContext) -> CausalLM:
             config=read_hf_config(spec.config),
             state_dict=tensors,
             dtype=context.dtype,
-            attn_implementation=ATTENTION,
+            attn_implementation=_ATTENTION,
             local_files_only=True,
         )
         model = model.eval().to(context.device)
@@ -173,12 +205,12 @@ class TransformersCausalLM(CausalLM):
     ) -> torch.Tensor:
         """Return the last hidden states (tokens, hidden), normalised."""
         self._wide_rows.plan(batch.query_lens)
-        step = PagedStep(kv, attention, plans, self._specs)
+        step = _PagedStep(kv, attention, plans, self._specs)
         output = self._base(
             input_ids=batch.input_ids.unsqueeze(0),
             position_ids=batch.position_ids.unsqueeze(0),
             use_cache=False,
-            **{STEP: step},
+            **{_STEP: step},
         )
         return cast(torch.Tensor, output[0][0])
 

@@ -1,8 +1,9 @@
 """Finds out, without loading weights, how a class of transformers uses attention.
 
 The class is built on the meta device and run once with an attention function and a mask function that only
-record their arguments. These decide whether the class can run over paged KV: each layer must call attention
-once, with one geometry, under a causal or a sliding mask, and with nothing that would change the result.
+record their arguments, as transformers declares nowhere what a class needs of attention. These decide
+whether the class can run over paged KV: each layer must call attention once, with one geometry, under a
+causal or a sliding mask, and with nothing that would change the result.
 """
 
 from __future__ import annotations
