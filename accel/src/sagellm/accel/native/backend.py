@@ -14,7 +14,7 @@ from sagellm.accel.native import structures
 from sagellm.accel.native.library import best_or_named
 from sagellm.accel.native.memory import AllocatedAhead, Bytes, zeroed_pages
 from sagellm.accel.native.model import NativeModel
-from sagellm.accel.native.weights import check_quantizer, kind_of
+from sagellm.accel.native.weights import form_of, kind_of
 from sagellm.core import (
     WHOLE,
     AttentionBackendProtocol,
@@ -101,7 +101,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
             raise UnsupportedModelError(f"it cannot hold a part of a model, and was asked for {shard}")
         kind_of(dtype)
         if quantizer is not None:
-            check_quantizer(quantizer, spec.geometry.hidden_size)
+            form_of(quantizer, spec.geometry.hidden_size)
         _check_geometry(spec)
         library = best_or_named(variant)
         self._functions = library.functions

@@ -52,14 +52,23 @@ def kind_of(dtype: torch.dtype) -> WeightKind:
     return _KINDS[dtype]
 
 
-def check_quantizer(quantizer: QuantizerProtocol, num_inputs: int) -> None:
-    """Raise UnsupportedModelError unless the library can make what a quantizer makes of weights."""
+def form_of(quantizer: QuantizerProtocol, num_inputs: int) -> IntegerForm:
+    """Return what the library makes of weights as a quantizer would. Raises UnsupportedModelError.
+
+    Also InvalidInputError, from the quantizer, for a shape that does not divide into its groups.
+    """
     form = quantizer.integer_form(num_inputs)
     if form is None or form.bits not in _INTEGERS or (form.bits == 4) != bool(form.group_size):
         raise UnsupportedModelError(
             f"it cannot make the weights of the quantizer {type(quantizer).__name__} as it is configured; it "
             f"makes int8 with a scale for each output, and int4 with a scale for each group"
         )
+    if form.group_size and num_inputs % form.group_size:
+        raise UnsupportedModelError(
+            f"groups of {form.group_size}, by the quantizer {type(quantizer).__name__}, do not divide "
+            f"{num_inputs} columns"
+        )
+    return form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +146,7 @@ class WeightPacker:
     def floats(self, tensor: TensorSpec) -> int:
         """Read a vector as float32; return its address."""
         values = np.empty(tensor.shape, np.float32)
-        self._convert(
-            tensor,
-            self._weights.get(TensorSpec(tensor.name, tensor.shape)),
-            _STORED["F32"],
-            values.ctypes.data,
-        )
+        self._convert(tensor, self._weights.get(tensor), _STORED["F32"], values.ctypes.data)
         self.num_parameters += values.size
         return self._keep(values)
 
@@ -153,8 +157,8 @@ class WeightPacker:
         values = np.zeros(linear.shape[0], np.float32)
         for part in linear.parts:
             if part.bias is not None:
-                view = self._weights.get(TensorSpec(part.bias.name, part.bias.shape))
-                self._convert(part.bias, view, _STORED["F32"], values[part.outputs].ctypes.data)
+                target = values[part.outputs].ctypes.data
+                self._convert(part.bias, self._weights.get(part.bias), _STORED["F32"], target)
                 self.num_parameters += part.bias.shape[0]
         return self._keep(values)
 
@@ -223,18 +227,10 @@ def aligned(num_bytes: int) -> int:
 def matrix_of(
     linear: FusedLinear, kind: WeightKind, quantizer: QuantizerProtocol | None, *, is_gated: bool = False
 ) -> Matrix:
-    """Describe a linear as the quantizer stores it, or in `kind` without one.
-
-    Raises InvalidInputError for a shape that does not divide into the quantizer's groups.
-    """
-    form = None if quantizer is None else quantizer.integer_form(linear.shape[1])
-    if form is None:
+    """Describe a linear as the quantizer stores it, or in `kind` without one. Raises as `form_of`."""
+    if quantizer is None:
         return Matrix(linear=linear, kind=kind, is_gated=is_gated)
-    if form.group_size and linear.shape[1] % form.group_size:
-        raise UnsupportedModelError(
-            f"the quantizer's groups of {form.group_size} do not divide the {linear.shape[1]} columns of "
-            f"{linear.parts[0].weight.name}"
-        )
+    form = form_of(quantizer, linear.shape[1])
     return Matrix(linear=linear, kind=_INTEGERS[form.bits], form=form, is_gated=is_gated)
 
 

@@ -64,11 +64,11 @@ class WeightSource(ABC):
 
         Drop each before the next one: a file's pages are in memory as long as there is a view of it.
         """
-        stored, whole = self.tensors[tensor.name], TensorSpec(tensor.name, tensor.shape)
+        stored = self.tensors[tensor.name]
         num_rows = stored.shape[0] if stored.shape else 1
         at_once = max(1, _PIECE_BYTES * num_rows // max(1, stored.num_bytes * multiple)) * multiple
         for begin in range(0, num_rows, at_once):
-            yield begin, self.get(whole).reshape(stored.shape or 1)[begin : begin + at_once]
+            yield begin, self.get(tensor).reshape(stored.shape or 1)[begin : begin + at_once]
 
 
 @dataclass(frozen=True, kw_only=True)
