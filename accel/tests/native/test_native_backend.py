@@ -212,7 +212,7 @@ def test_a_quantizer_is_known_by_the_form_of_its_weights(best, form, known):
 
 def test_groups_that_do_not_divide_a_matrix_are_refused(best):
     own = OwnQuantizer(IntegerForm(bits=4, group_size=64))
-    with pytest.raises(UnsupportedModelError, match="groups of 64, .* do not divide 48 columns"):
+    with pytest.raises(UnsupportedModelError, match=r"groups of 64, .* do not divide 48 columns"):
         make(make_decoder(VARIETIES["qwen3"]), quantizer=own)
 
 
