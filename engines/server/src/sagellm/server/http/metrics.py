@@ -28,55 +28,17 @@ from sagellm.engines.requests.outputs import RequestMetrics, RequestOutput
 from sagellm.server.http.admission import TenantUse
 from sagellm.server.http.engine_front import EngineFront
 
-_TTFT = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
+
+def _bounds(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split()))
+
+
+_TTFT = _bounds("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640")
+_ITL = _bounds(
+    "0.001 0.0025 0.005 0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80"
 )
-_ITL = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-)
-_E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-_PHASE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_E2E = _bounds("0.1 0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680")
+_PHASE = _E2E[1:]
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 MAX_TENANTS = 100
 """Tenants with labels of their own; the further ones are one, `other`."""
@@ -109,6 +71,10 @@ _PASS_COUNTERS = {
     "scheduler_pass_seconds": "time that a pass of the scheduler took",
 }
 _TIMEOUT_S = 4.0
+
+_Family = GaugeMetricFamily | CounterMetricFamily
+_Values = float | Mapping[str, float] | Mapping[tuple[str, str], float]
+"""A figure, or one for each value of a further label, or of two."""
 
 
 class Histogram:
@@ -146,7 +112,7 @@ class ServerMetrics(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._engine, self._config = EngineMetrics(), EngineConfig()
-        self._is_up, self._num_restarts = True, 0
+        self._is_up, self._restarts = True, 0
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.num_prompt_tokens = self.num_cached_tokens = self.num_generation_tokens = 0
         self.num_ended = dict.fromkeys(("stop", "length", "abort", "deadline", "error"), 0)
@@ -161,7 +127,7 @@ class ServerMetrics(Collector):
     ) -> bytes:
         """Return the page, including the engine's metrics."""
         self._engine, self._config = engine, config
-        self._is_up, self._num_restarts = is_up, num_restarts
+        self._is_up, self._restarts = is_up, num_restarts
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
@@ -173,117 +139,65 @@ class ServerMetrics(Collector):
         engine = self._engine
         pool, cache = engine.modules.get("kv_pool"), engine.modules.get("prefix_cache")
         total = read(pool, "total_blocks")
-        yield self._gauge("engine_up", "1 while /health says 200, else 0", self._is_up)
-        yield self._counter(
-            "engine_restarts", "times that the engine's process was started again", self._num_restarts
-        )
-        yield self._gauge("num_requests_running", "sequences that run", engine.num_running)
-        yield self._gauge("num_requests_waiting", "sequences that wait", engine.num_waiting)
-        yield self._waiting_by_reason()
-        yield self._gauge(
-            "kv_cache_usage_perc",
-            "share of KV blocks in use",
-            engine.num_held_blocks / total if total else 0.0,
-        )
-        yield self._counter("prefix_cache_queries", "tokens looked up", read(cache, "num_lookup_tokens"))
-        yield self._counter("prefix_cache_hits", "tokens found", read(cache, "num_hit_tokens"))
-        yield self._counter("num_preemptions", "preemptions", engine.num_preemptions)
-        yield self._counter("prompt_tokens", "prompt tokens of requests", self.num_prompt_tokens)
-        yield self._counter(
-            "prompt_tokens_cached", "prompt tokens of requests that a cache had", self.num_cached_tokens
-        )
-        yield self._counter("generation_tokens", "tokens generated", self.num_generation_tokens)
-        ended = CounterMetricFamily(
-            "sagellm:request_success", "requests by how they ended", labels=(*_LABELS, "finished_reason")
-        )
-        for reason, count in self.num_ended.items():
-            ended.add_metric((*self._labels, reason), count)
-        yield ended
+        used = engine.num_held_blocks / total if total else 0.0
+        waiting = {"capacity": engine.num_waiting - engine.num_deferred, "deferred": engine.num_deferred}
+        policy_failure = bool(getattr(cache, "policy_failure", ""))
+        failed = {"eviction_policy": policy_failure, "scheduler_pass": len(pass_failures(engine))}
+        gauge, counter = self._gauge, self._counter
+        yield gauge("engine_up", "1 while /health says 200, else 0", self._is_up)
+        yield counter("engine_restarts", "times that the engine's process was started again", self._restarts)
+        yield gauge("num_requests_running", "sequences that run", engine.num_running)
+        yield gauge("num_requests_waiting", "sequences that wait", engine.num_waiting)
+        told = "sequences that wait, for room (capacity) or held back (deferred)"
+        yield gauge("num_requests_waiting_by_reason", told, waiting, "reason")
+        yield gauge("kv_cache_usage_perc", "share of KV blocks in use", used)
+        yield counter("prefix_cache_queries", "tokens looked up", read(cache, "num_lookup_tokens"))
+        yield counter("prefix_cache_hits", "tokens found", read(cache, "num_hit_tokens"))
+        yield counter("num_preemptions", "preemptions", engine.num_preemptions)
+        yield counter("prompt_tokens", "prompt tokens of requests", self.num_prompt_tokens)
+        told = "prompt tokens of requests that a cache had"
+        yield counter("prompt_tokens_cached", told, self.num_cached_tokens)
+        yield counter("generation_tokens", "tokens generated", self.num_generation_tokens)
+        yield counter("request_success", "requests by how they ended", self.num_ended, "finished_reason")
         yield from self._passes()
-        yield self._failed_modules()
+        told = "policies and passes that failed; the engine goes on without them"
+        yield gauge("failed_modules", told, failed, "kind")
         yield from self._of_tenants()
         for name in (*_HISTOGRAMS, *_ALIASES):
-            yield self._histogram(name)
-        yield self._step_tokens()
+            source = _ALIASES.get(name, name)
+            histogram = self.histograms[source]
+            yield self._histogram(name, _HISTOGRAMS[source][0], histogram.buckets(), histogram.total)
+        buckets, told = cumulated(STEP_TOKEN_BOUNDS, engine.steps_by_tokens), "tokens computed in a step"
+        yield self._histogram(
+            "iteration_tokens_total", f"{told} of the engine", buckets, engine.num_computed_tokens
+        )
         yield self._cache_config()
-
-    def _waiting_by_reason(self) -> Metric:
-        """Return the sequences that wait for room, and those that a fetch or a pass holds back."""
-        engine = self._engine
-        family = GaugeMetricFamily(
-            "sagellm:num_requests_waiting_by_reason",
-            "sequences that wait, for room (capacity) or held back (deferred)",
-            labels=(*_LABELS, "reason"),
-        )
-        family.add_metric((*self._labels, "capacity"), engine.num_waiting - engine.num_deferred)
-        family.add_metric((*self._labels, "deferred"), engine.num_deferred)
-        return family
-
-    def _failed_modules(self) -> Metric:
-        """Return how many modules failed and are replaced or removed, by kind."""
-        family = GaugeMetricFamily(
-            "sagellm:failed_modules",
-            "policies and passes that failed; the engine goes on without them",
-            labels=(*_LABELS, "kind"),
-        )
-        cache = self._engine.modules.get("prefix_cache")
-        family.add_metric((*self._labels, "eviction_policy"), bool(getattr(cache, "policy_failure", "")))
-        family.add_metric((*self._labels, "scheduler_pass"), len(pass_failures(self._engine)))
-        return family
 
     def _passes(self) -> Iterable[Metric]:
         """Yield what each pass of the scheduler did; passes of one name are added up."""
-        counts: dict[str, list[float]] = {}
+        counts: dict[str, Counter[str]] = {name: Counter() for name in _PASS_COUNTERS}
         for each in getattr(self._engine.modules.get("scheduler"), "passes", ()):
-            known = counts.setdefault(each.name, [0, 0, 0])
-            counts[each.name] = [
-                one + other
-                for one, other in zip(
-                    known, (each.num_runs, each.num_decisions, each.total_ns / 1e9), strict=True
-                )
-            ]
-        for place, (name, text) in enumerate(_PASS_COUNTERS.items()):
-            family = CounterMetricFamily(f"sagellm:{name}", text, labels=(*_LABELS, "pass"))
-            for pass_name, values in counts.items():
-                family.add_metric((*self._labels, pass_name), values[place])
-            yield family
+            figures = (each.num_runs, each.num_decisions, each.total_ns / 1e9)
+            for by_pass, figure in zip(counts.values(), figures, strict=True):
+                by_pass[each.name] += figure
+        for name, text in _PASS_COUNTERS.items():
+            yield self._counter(name, text, counts[name], "pass")
 
     def _of_tenants(self) -> Iterable[Metric]:
-        """Return what each tenant has and gets; labels are the operator's names, or hashes."""
-        names, label_of = (*_LABELS, "tenant"), self._label_of
+        """Yield what each tenant has and gets; labels are the operator's names, or hashes."""
+        label_of = self._label_of
         for kind, by_tenant in self.num_tokens_of.items():
             counts = Counter(dict.fromkeys(label_of.values(), 0))
             for tenant, count in by_tenant.items():
                 counts[label_of[tenant]] += count
-            family = CounterMetricFamily(
-                f"sagellm:tenant_{kind}_tokens", f"{kind} tokens by tenant", labels=names
-            )
-            for label, count in counts.items():
-                family.add_metric((*self._labels, label), count)
-            yield family
+            yield self._counter(f"tenant_{kind}_tokens", f"{kind} tokens by tenant", counts, "tenant")
         live, refused = Counter[str](), Counter[tuple[str, str]]()
         for tenant, use in self._tenants.items():
             live[label_of[tenant]] += use.num_live
             for code in ("queue_full", "tenant_queue_full", "tenant_tokens_full"):
                 refused[label_of[tenant], code] += use.num_refused[code]
-        gauge = GaugeMetricFamily("sagellm:tenant_sequences", "live sequences by tenant", labels=names)
-        for label, count in live.items():
-            gauge.add_metric((*self._labels, label), count)
-        yield gauge
-        family = CounterMetricFamily(
-            "sagellm:requests_refused", "answers 429 by tenant and code", labels=(*names, "code")
-        )
-        for (label, code), count in refused.items():
-            family.add_metric((*self._labels, label, code), count)
-        yield family
-
-    def _step_tokens(self) -> Metric:
-        family = HistogramMetricFamily(
-            "sagellm:iteration_tokens_total", "tokens computed in a step of the engine", labels=_LABELS
-        )
-        buckets = cumulated(STEP_TOKEN_BOUNDS, self._engine.steps_by_tokens)
-        family.add_metric(self._labels, buckets, self._engine.num_computed_tokens)
-        return family
+        yield self._gauge("tenant_sequences", "live sequences by tenant", live, "tenant")
+        yield self._counter("requests_refused", "answers 429 by tenant and code", refused, "tenant", "code")
 
     def _cache_config(self) -> Metric:
         """Return the KV settings as labels, with vLLM's names where the meaning is the same."""
@@ -304,21 +218,23 @@ class ServerMetrics(Collector):
         family.add_metric((self._labels[1], *map(str, settings.values())), 1)
         return family
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"sagellm:{name}", text, labels=_LABELS)
-        family.add_metric(self._labels, value)
+    def _gauge(self, name: str, text: str, value: _Values, *labels: str) -> Metric:
+        return self._filled(GaugeMetricFamily(f"sagellm:{name}", text, labels=(*_LABELS, *labels)), value)
+
+    def _counter(self, name: str, text: str, value: _Values, *labels: str) -> Metric:
+        return self._filled(CounterMetricFamily(f"sagellm:{name}", text, labels=(*_LABELS, *labels)), value)
+
+    def _filled(self, family: _Family, value: _Values) -> Metric:
+        if not isinstance(value, Mapping):
+            family.add_metric(self._labels, value)
+            return family
+        for key, each in value.items():
+            family.add_metric((*self._labels, *([key] if isinstance(key, str) else key)), each)
         return family
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"sagellm:{name}", text, labels=_LABELS)
-        family.add_metric(self._labels, value)
-        return family
-
-    def _histogram(self, name: str) -> Metric:
-        source = _ALIASES.get(name, name)
-        histogram = self.histograms[source]
-        family = HistogramMetricFamily(f"sagellm:{name}", _HISTOGRAMS[source][0], labels=_LABELS)
-        family.add_metric(self._labels, histogram.buckets(), histogram.total)
+    def _histogram(self, name: str, text: str, buckets: list[tuple[str, float]], total: float) -> Metric:
+        family = HistogramMetricFamily(f"sagellm:{name}", text, labels=_LABELS)
+        family.add_metric(self._labels, buckets, total)
         return family
 
 
