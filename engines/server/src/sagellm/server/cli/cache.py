@@ -12,13 +12,13 @@ import typer
 from sagellm.core import ConfigError, InvalidInputError
 from sagellm.engines.cli.figures import write_duration
 from sagellm.engines.cli.flags import with_flags
-from sagellm.engines.cli.output import columns, print_json
+from sagellm.engines.cli.output import columns
 from sagellm.engines.cli.targets import confirm_overwriting
 from sagellm.engines.progress import progress_bar
 from sagellm.engines.sizes import format_bytes
 from sagellm.server.cli.names import complete_save
 from sagellm.server.cli.prefix_flags import PREFIX_FLAGS, read_prefix, request_name
-from sagellm.server.cli.running import EngineArgument, EngineName, connect
+from sagellm.server.cli.running import AsJson, EngineArgument, EngineName, ask, connect, show
 from sagellm.server.cli.stats import cache as app
 from sagellm.server.remote import AdminClient
 
@@ -29,7 +29,6 @@ RequestName = Annotated[
         help="Id of an answer, or its first 4 characters or more. [default: the latest]",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _CAUSES = {
     "none": "all of it was cached",
@@ -60,17 +59,9 @@ ExistingName = Annotated[
 @app.command()
 def why(request: RequestName = None, *, engine: EngineName = None, as_json: AsJson = False) -> None:
     """Say why a request did not reuse more of the cache than it did."""
-    _, client = connect(engine)
-    with client:
-        found = client.call("cache_why", request=request_name(request))
-    if as_json:
-        print_json(found)
-        return
-    typer.echo(
-        f"request {found['request_id']} of tenant {found['tenant']}, {found['admitted_s_ago']:.1f} s ago"
-    )
-    for line in describe_miss(found):
-        typer.echo(line)
+    found = ask("cache_why", engine, request=request_name(request))
+    head = f"request {found['request_id']} of tenant {found['tenant']}, {found['admitted_s_ago']:.1f} s ago"
+    show(found, (head, *describe_miss(found)), as_json=as_json)
 
 
 def describe_miss(found: Mapping[str, Any]) -> Iterator[str]:
@@ -114,15 +105,10 @@ def pin(
     _, client = connect(engine)
     with client:
         result = client.call("cache_pin", ttl_s=ttl, **read_prefix(client, request, prefix))
-    if as_json:
-        print_json(result)
-        return
-    typer.echo(
-        f"pinned {result['num_pinned_tokens']:,} of {result['num_tokens']:,} tokens"
-        + (f": {result['reason']}" if result["reason"] else "")
-    )
-    typer.echo(_budget(result))
-    if not result["num_pinned_tokens"]:
+    told = f"pinned {result['num_pinned_tokens']:,} of {result['num_tokens']:,} tokens"
+    reason = f": {result['reason']}" if result["reason"] else ""
+    show(result, (told + reason, _budget(result)), as_json=as_json)
+    if not as_json and not result["num_pinned_tokens"]:
         raise typer.Exit(1)
 
 
@@ -151,26 +137,19 @@ def unpin(
 @app.command()
 def pins(name: EngineArgument = None, *, engine: EngineName = None, as_json: AsJson = False) -> None:
     """List what is pinned: whose, how many tokens, how long yet if no request uses it."""
-    _, client = connect(name, engine)
-    with client:
-        result = client.call("cache_pins")
-    if as_json:
-        print_json(result)
-        return
+    result = ask("cache_pins", name, engine)
     rows = [
         (pin["tenant"], f"{pin['num_tokens']:,}", *(_duration(pin[name]) for name in ("ttl_s", "left_s")))
         for pin in result["pins"]
     ]
-    typer.echo(columns(("TENANT", "TOKENS", "TTL", "LEFT"), rows) if rows else "nothing is pinned")
-    typer.echo(_budget(result))
+    table = columns(("TENANT", "TOKENS", "TTL", "LEFT"), rows) if rows else "nothing is pinned"
+    show(result, (table, _budget(result)), as_json=as_json)
 
 
 @app.command()
 def clear(name: EngineArgument = None, *, engine: EngineName = None, as_json: AsJson = False) -> None:
     """Drop everything that no request uses and nothing pins."""
-    _, client = connect(name, engine)
-    with client:
-        result = client.call("cache_clear")
+    result = ask("cache_clear", name, engine)
     _say(result, as_json, f"dropped {result['num_dropped_blocks']:,} blocks")
 
 
@@ -184,9 +163,7 @@ def evict(
     """Drop blocks now, in the order of the eviction policy."""
     if num_blocks < 1:
         raise InvalidInputError(f"{num_blocks} blocks cannot be evicted; give at least 1")
-    _, client = connect(engine)
-    with client:
-        result = client.call("cache_evict", num_blocks=num_blocks)
+    result = ask("cache_evict", engine, num_blocks=num_blocks)
     _say(result, as_json, f"dropped {result['num_dropped_blocks']:,} blocks")
 
 
@@ -199,16 +176,11 @@ def _budget(result: Mapping[str, Any]) -> str:
 
 
 def _say(result: Mapping[str, Any], as_json: bool, done: str) -> None:  # noqa: FBT001
-    if as_json:
-        print_json(result)
-        return
-    typer.echo(done)
     if "num_blocks" in result:
-        typer.echo(
-            f"{result['num_blocks']:,} are left, {result['num_locked_blocks']:,} of them in use or pinned"
-        )
+        left = f"{result['num_blocks']:,} are left, {result['num_locked_blocks']:,} of them in use or pinned"
     else:
-        typer.echo(f"{result['num_pins']:,} pins are left, of {result['num_pinned_blocks']:,} blocks")
+        left = f"{result['num_pins']:,} pins are left, of {result['num_pinned_blocks']:,} blocks"
+    show(result, (done, left), as_json=as_json)
 
 
 @app.command()
@@ -267,14 +239,9 @@ def load(
 @app.command()
 def saves(name: EngineArgument = None, *, engine: EngineName = None, as_json: AsJson = False) -> None:
     """List what is saved."""
-    _, client = connect(name, engine)
-    with client:
-        found = client.call("cache_saves")
-    if as_json:
-        print_json(found)
-        return
+    found = ask("cache_saves", name, engine)
     rows = [(each["name"], format_bytes(each["num_bytes"])) for each in found]
-    typer.echo(columns(("NAME", "SIZE"), rows) if rows else "nothing is saved")
+    show(found, [columns(("NAME", "SIZE"), rows) if rows else "nothing is saved"], as_json=as_json)
 
 
 @app.command()
@@ -291,10 +258,7 @@ def delete(
         if not yes:
             _confirm(name, sizes=_sizes(client))
         done = client.call("cache_delete", name=name)
-    if as_json:
-        print_json(done)
-        return
-    typer.echo(f"deleted {name}, {format_bytes(done['num_bytes'])}")
+    show(done, [f"deleted {name}, {format_bytes(done['num_bytes'])}"], as_json=as_json)
 
 
 def _sizes(client: AdminClient) -> dict[str, int]:
@@ -335,15 +299,13 @@ def _go_on(client: AdminClient, before: dict[str, Any]) -> Any:
 
 
 def _report(done: dict[str, Any], as_json: bool, verb: str, reason: str) -> None:  # noqa: FBT001
-    if as_json:
-        print_json(done)
-        return
     num_blocks = done["num_blocks"] - done["num_left_out"]
-    typer.echo(
+    lines = [
         f"{verb} {num_blocks:,} of {done['num_blocks']:,} blocks "
         f"({format_bytes(num_blocks * done['block_bytes'])}) of {', '.join(done['tenants'])}"
-    )
+    ]
     if done["num_left_out"]:
-        typer.echo(f"{done['num_left_out']:,} {reason}")
+        lines.append(f"{done['num_left_out']:,} {reason}")
     if done["num_corrupt"]:
-        typer.echo(f"{done['num_corrupt']:,} not what was saved: computed when needed")
+        lines.append(f"{done['num_corrupt']:,} not what was saved: computed when needed")
+    show(done, lines, as_json=as_json)

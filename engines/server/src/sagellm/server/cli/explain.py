@@ -7,10 +7,10 @@ from typing import Any
 
 import typer
 
-from sagellm.engines.cli.output import columns, print_json
-from sagellm.server.cli.cache import AsJson, RequestName, describe_miss
+from sagellm.engines.cli.output import columns
+from sagellm.server.cli.cache import RequestName, describe_miss
 from sagellm.server.cli.prefix_flags import request_name
-from sagellm.server.cli.running import EngineName, connect
+from sagellm.server.cli.running import AsJson, EngineName, ask, show
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -41,27 +41,24 @@ def explain(request: RequestName = None, *, engine: EngineName = None, as_json: 
 
     Waiting and running requests can be explained too.
     """
-    _, client = connect(engine)
-    with client:
-        found = client.call("explain", request=request_name(request))
-    if as_json:
-        print_json(found)
-        return
-    typer.echo(
+    found = ask("explain", engine, request=request_name(request))
+    show(found, _explained(found), as_json=as_json)
+
+
+def _explained(found: Values) -> Iterator[str]:
+    yield (
         f"request {found['request_id']} of tenant {found['tenant']}, priority {found['priority']}, "
         f"{_seconds(found['age_ns'])} ago: prompt of {_tokens(found['num_prompt_tokens'])}, "
         f"at most {found['max_tokens']:,} more"
     )
     for sequence in found["sequences"]:
-        typer.echo()
-        for line in _lines(sequence):
-            typer.echo(line)
-    typer.echo()
+        yield ""
+        yield from _lines(sequence)
+    yield ""
     if found["prefix"] is None:
-        typer.echo("prefix: unknown; it was not admitted yet, or that was too long ago")
+        yield "prefix: unknown; it was not admitted yet, or that was too long ago"
     else:
-        for line in describe_miss(found["prefix"]):
-            typer.echo(f"prefix: {line}")
+        yield from (f"prefix: {line}" for line in describe_miss(found["prefix"]))
 
 
 def _lines(sequence: Values) -> Iterator[str]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
-
-import typer
+from collections.abc import Iterator
+from typing import Any
 
 from sagellm.core import KVPoolMetrics
-from sagellm.engines.cli.output import print_json
 from sagellm.engines.progress import progress_bar
-from sagellm.server.cli.running import EngineArgument, EngineName, connect
+from sagellm.server.cli.running import AsJson, EngineArgument, EngineName, connect, show
 from sagellm.server.cli.stats import pool as app
 from sagellm.server.remote import AdminClient
 
@@ -20,7 +18,7 @@ def compact(
     name: EngineArgument = None,
     *,
     engine: EngineName = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Bring the free blocks together: live ones move to the beginning, a few between two steps.
 
@@ -29,21 +27,22 @@ def compact(
     _, client = connect(name, engine)
     with client:
         result = _compact(client, show_bar=not as_json)
-    if as_json:
-        print_json(result)
-        return
+    show(result, _compacted(result), as_json=as_json)
+
+
+def _compacted(result: dict[str, Any]) -> Iterator[str]:
     before, after = (result[f"external_fragmentation_{when}"] for when in ("before", "after"))
-    typer.echo(
+    yield (
         f"moved {result['num_moved_blocks']:,} blocks in {result['num_steps']:,} steps and "
         f"{result['duration_s']:.2f} s, {result['moving_s']:.3f} s of them moving"
     )
-    typer.echo(f"external fragmentation {before:.1%} before, {after:.1%} now")
-    typer.echo(
+    yield f"external fragmentation {before:.1%} before, {after:.1%} now"
+    yield (
         f"largest free run {result['largest_free_run_before']:,} blocks before, "
         f"{result['largest_free_run_after']:,} of {result['num_free_blocks']:,} free ones now"
     )
     if result["num_misplaced_blocks"]:
-        typer.echo(f"{result['num_misplaced_blocks']:,} blocks are out of place again, as requests went on")
+        yield f"{result['num_misplaced_blocks']:,} blocks are out of place again, as requests went on"
 
 
 def _compact(client: AdminClient, *, show_bar: bool) -> dict[str, Any]:

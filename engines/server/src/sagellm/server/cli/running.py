@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import typer
 
 from sagellm.core import ConfigError
+from sagellm.engines.cli.output import print_json
 from sagellm.server.cli.names import complete_engine
 from sagellm.server.remote import AdminClient, RunningEngine
 
@@ -30,6 +32,8 @@ EngineArgument = Annotated[
 ]
 """For commands that have no other argument."""
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
 
 def find_engine(*names: str | None) -> RunningEngine:
     """Return the engine that an argument or --engine names, or else the only one.
@@ -49,3 +53,19 @@ def connect(*names: str | None, timeout_s: float = ANSWER_S) -> tuple[RunningEng
     """
     engine = find_engine(*names)
     return engine, AdminClient.connect(engine.socket, timeout_s=timeout_s)
+
+
+def ask(operation: str, *names: str | None, **arguments: Any) -> Any:
+    """Run an operation of an engine and return its result. Raises as `connect`."""
+    _, client = connect(*names)
+    with client:
+        return client.call(operation, **arguments)
+
+
+def show(found: Any, lines: Iterable[str], *, as_json: bool) -> None:
+    """Print a result: as JSON, or as these lines."""
+    if as_json:
+        print_json(found)
+        return
+    for line in lines:
+        typer.echo(line)

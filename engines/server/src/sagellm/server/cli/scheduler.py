@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from sagellm.core.plugins.option_text import options_text
-from sagellm.engines.cli.output import columns, print_json
-from sagellm.server.cli.cache import AsJson
-from sagellm.server.cli.running import EngineName, connect
+from sagellm.engines.cli.output import columns
+from sagellm.server.cli.running import AsJson, EngineName, ask, show
 from sagellm.server.cli.stats import scheduler as app
 
 
@@ -33,17 +32,12 @@ def passes(
     If a pass is unknown or refused, nothing changes; one that fails later is removed, and shown here with the
     reason. A restart takes those of the configuration again.
     """
-    _, client = connect(engine)
-    with client:
-        found = client.call("passes") if change is None else client.call("set_passes", text=change)
-    if as_json:
-        print_json(found)
-        return
+    found = ask("passes", engine) if change is None else ask("set_passes", engine, text=change)
     before = [("order", found["stages"]["order"]), *(("-", each) for each in found["passes"])]
     after = [(stage, each) for stage, each in found["stages"].items() if stage != "order"]
     rows = [(stage, *_named(each, found["failures"])) for stage, each in (*before, *after)]
-    typer.echo(columns(("STAGE", "PASS", "OPTIONS"), rows))
-    for failed, why in found["failures"].items():
+    show(found, [columns(("STAGE", "PASS", "OPTIONS"), rows)], as_json=as_json)
+    for failed, why in () if as_json else found["failures"].items():
         typer.echo(f"{failed} failed and was removed; setting passes tries it again: {why}", err=True)
 
 
