@@ -36,7 +36,7 @@ class Module:
 
     kind: str
     title: str
-    derive: Callable[[Any, EngineMetrics], Figures]
+    derive: Callable[[Any, EngineMetrics], Figures] = lambda _metrics, _engine: {}
     without: str = "the engine has none"  # printed if there are no metrics of this kind
 
 
@@ -114,18 +114,10 @@ def _named(setting: Any) -> str | None:
     return None if setting is None or isinstance(setting, list | tuple) else ProviderSpec.of(setting).name
 
 
-def _derive_nothing(_metrics: Any, _engine: EngineMetrics) -> Figures:
-    return {}
-
-
 MODULES: dict[str, Module] = {
     "cache": Module(kind="prefix_cache", title="prefix cache", derive=_derive_cache),
     "pool": Module(kind="kv_pool", title="KV pool", derive=_derive_pool),
-    "eviction": Module(
-        kind="eviction_policy",
-        title="eviction policy",
-        derive=_derive_eviction,
-    ),
+    "eviction": Module(kind="eviction_policy", title="eviction policy", derive=_derive_eviction),
     "tiers": Module(
         kind="kv_tier",
         title="KV tiers",
@@ -133,11 +125,7 @@ MODULES: dict[str, Module] = {
         without="no tiers are used; --kv-tiers '{host: 4GiB}' at the engine's start keeps what is evicted",
     ),
     "scheduler": Module(kind="scheduler", title="scheduler", derive=_derive_scheduler),
-    "predictor": Module(
-        kind="lifetime_predictor",
-        title="lifetime predictor",
-        derive=_derive_nothing,
-    ),
+    "predictor": Module(kind="lifetime_predictor", title="lifetime predictor"),
     "accel": Module(
         kind="quantizer",
         title="quantizer",

@@ -40,52 +40,42 @@ class EngineFront(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, None if it has none."""
-        ...
 
     @property
     def default_params(self) -> SamplingParams:
         """The parameters of a request that gives none."""
-        ...
 
     @property
     def config(self) -> EngineConfig:
         """The configuration, with the values chosen for "auto"."""
-        ...
 
     @property
     def model_name(self) -> str:
         """The name under which the engine loaded the model."""
-        ...
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt and output together, in tokens."""
-        ...
 
     @property
     def is_ready(self) -> bool:
         """Whether a request would run now."""
-        ...
 
     @property
     def is_responsive(self) -> bool:
         """Whether the engine has made progress within the last 4 s, even inside a long step. Never waits."""
-        ...
 
     @property
     def status(self) -> str:
         """What the engine does, in a word or two: "ready", or why it is not. Never waits."""
-        ...
 
     @property
     def pause_s(self) -> float:
         """Seconds for which requests are refused, until the engine is started again; 0 at most times."""
-        ...
 
     @property
     def num_restarts(self) -> int:
         """How often the engine was restarted because it had ended or made no progress."""
-        ...
 
     async def add_job(
         self,
@@ -96,8 +86,6 @@ class EngineFront(Protocol):
         **options: Unpack[RequestOptions],
     ) -> Sequence[Stream]:
         """Queue requests with the same parameters and options. Raises InvalidRequestError, EngineError."""
-        ...
 
     async def metrics(self) -> EngineMetrics:
         """Return a snapshot, between two steps."""
-        ...

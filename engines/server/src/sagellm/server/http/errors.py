@@ -16,16 +16,11 @@ RETRY_AFTER_S = 1
 _MAX_MESSAGE = 400
 _NAMED = re.compile(r"([a-z][a-z0-9_]*)(?: is | has |: )|.*; lower ([a-z_]+)")
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
@@ -58,7 +53,7 @@ class APIError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The answer as OpenAI's clients read it."""
-        kind = _TYPES.get(self.status, "server_error")
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property

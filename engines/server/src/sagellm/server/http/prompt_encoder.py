@@ -15,7 +15,7 @@ from sagellm.engines.text.calls import Decode, Encode, EncodeBadWords, Render, T
 from sagellm.engines.text.errors import ForeignTextError, TextBusyError, TextLimitError
 from sagellm.engines.text.limits import max_characters_of
 from sagellm.engines.text.local import LONG_TEXT, LocalTextRunner
-from sagellm.server.http.body_schema import MAX_PROMPTS, ChatBody, CompletionBody, Message, TokenizeBody
+from sagellm.server.http.body_schema import ChatBody, CompletionBody, Message, TokenizeBody
 from sagellm.server.http.errors import APIError, invalid, printable
 
 if TYPE_CHECKING:
@@ -77,11 +77,12 @@ class PromptEncoder:
 
     async def encode_completion(self, body: CompletionBody) -> list[EncodedPrompt]:
         """Return the prompts of a completion: one for a text or ids, many for a list. Raises APIError."""
-        prompts = _prompts(body.prompt)
+        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        if not prompts:
+            raise invalid("prompt", "prompt: expected a text, texts, token ids, or lists of token ids")
+        if ids := [prompt for prompt in prompts if not isinstance(prompt, str)]:  # they are all of one kind
+            return [EncodedPrompt(token_ids=self._checked(each, "prompt")) for each in ids]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if not texts:  # they are all of one kind
-            ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
-            return [EncodedPrompt(token_ids=self._checked(prompt, "prompt")) for prompt in ids]
         return [
             EncodedPrompt(token_ids=self._checked(token_ids, "prompt"), text=text)
             for token_ids, text in zip(await self._encode(texts), texts, strict=True)
@@ -209,19 +210,6 @@ class PromptEncoder:
                 Render(read, add_generation_prompt is not False, used)
             )
         return token_ids[0]
-
-
-def _prompts(prompt: str | list[Any]) -> list[str | Sequence[int]]:
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = {type(entry) for entry in prompt}
-    if kinds == {int}:
-        return [prompt]
-    if len(kinds) != 1:
-        raise invalid("prompt", "prompt: expected a text, texts, token ids, or lists of token ids")
-    if len(prompt) > MAX_PROMPTS:
-        raise invalid("prompt", f"prompt: {len(prompt)} prompts; there may be at most {MAX_PROMPTS}")
-    return prompt
 
 
 @contextmanager

@@ -37,33 +37,26 @@ class CoreProcess(Protocol):
     @property
     def pid(self) -> int:
         """Its id."""
-        ...
 
     @property
     def returncode(self) -> int | None:
         """How it ended: its exit code or the negative number of a signal; None while it is not known."""
-        ...
 
     def poll(self) -> int | None:
         """Look whether it has ended, and return `returncode`."""
-        ...
 
     def wait(self) -> int:
         """Block until it has ended."""
-        ...
 
     def terminate(self) -> None:
         """Ask it to end."""
-        ...
 
     def kill(self) -> None:
         """End it at once."""
-        ...
 
     @property
     def stdin(self) -> IO[bytes] | None:
         """Its standard input, whose end tells it that the front is gone; None if it has none."""
-        ...
 
 
 class Spawned(NamedTuple):

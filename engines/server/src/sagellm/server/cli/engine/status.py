@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Annotated
@@ -62,18 +63,18 @@ def status(
     else:
         typer.echo(columns(_HEAD, [_row(each) for each in found]))
         for each in found:
-            if each.error is not None:
-                typer.echo(f"{each.name}: {each.error}", err=True)
-            if each.eviction_failure:
-                typer.echo(
-                    f"{each.name}: the least recently used goes first since the eviction policy failed: "
-                    f"{each.eviction_failure}",
-                    err=True,
-                )
-            for failed, why in each.pass_failures.items():
-                typer.echo(
-                    f"{each.name}: the scheduler pass {failed} failed and was removed: {why}", err=True
-                )
+            for line in _failures(each):
+                typer.echo(f"{each.name}: {line}", err=True)
+
+
+def _failures(each: EngineStatus) -> Iterator[str]:
+    if each.error is not None:
+        yield each.error
+    if each.eviction_failure:
+        told = "the least recently used goes first since the eviction policy failed"
+        yield f"{told}: {each.eviction_failure}"
+    for failed, why in each.pass_failures.items():
+        yield f"the scheduler pass {failed} failed and was removed: {why}"
 
 
 def read_all(engines: list[RunningEngine], *, timeout_s: float) -> list[EngineStatus]:
@@ -100,14 +101,16 @@ def read_status(engine: RunningEngine, *, timeout_s: float) -> EngineStatus:
             return found
         state = "down" if isinstance(error, EngineDeadError) else "busy"
         return replace(found, state=state, error=str(error))
-    found = replace(found, num_running=metrics.num_running, num_waiting=metrics.num_waiting)
     cache, pool = metrics.modules.get("prefix_cache"), metrics.modules.get("kv_pool")
-    found = replace(found, pass_failures=pass_failures(metrics))
-    if isinstance(cache, PrefixCacheMetrics):
-        found = replace(found, eviction_failure=cache.policy_failure)
-    if not isinstance(pool, KVPoolMetrics):
-        return found
-    return replace(found, num_blocks=pool.total_blocks, num_held_blocks=metrics.num_held_blocks)
+    return replace(
+        found,
+        num_running=metrics.num_running,
+        num_waiting=metrics.num_waiting,
+        num_blocks=pool.total_blocks if isinstance(pool, KVPoolMetrics) else None,
+        num_held_blocks=metrics.num_held_blocks if isinstance(pool, KVPoolMetrics) else None,
+        eviction_failure=cache.policy_failure if isinstance(cache, PrefixCacheMetrics) else "",
+        pass_failures=pass_failures(metrics),
+    )
 
 
 def _row(each: EngineStatus) -> tuple[str, ...]:
