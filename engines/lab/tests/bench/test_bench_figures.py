@@ -189,7 +189,7 @@ def test_a_response_that_ends_too_early_is_cut(response):
 
 
 def test_a_chunk_without_a_size_is_refused():
-    with pytest.raises(RequestFailedError, match="chunk's size"):
+    with pytest.raises(RequestFailedError, match="chunk size"):
         ResponseReader().feed(HEAD + CHUNKED + b"hello\r\n")
 
 
