@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sagellm.core import ConfigError
-from sagellm.engines.whole_file import whole_file
+from sagellm.lab.files import write_json
 
 Rows = Mapping[str, list[Any]]
 """Requests as columns, as a result keeps them: times in milliseconds after the start of the run."""
@@ -23,11 +21,7 @@ def write_chrome_trace(path: Path, runs: Mapping[str, Rows]) -> None:
     events = [
         event for number, (name, rows) in enumerate(runs.items(), 1) for event in _events(number, name, rows)
     ]
-    try:
-        with whole_file(path) as file:
-            file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the trace cannot be written to {path}") from error
+    write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"}, "trace", indent=None)
 
 
 def _events(process: int, name: str, rows: Rows) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ from random import Random
 
 from sagellm.core import ConfigError
 
-FIRST_ID = 3  # most vocabularies have padding, begin and end below it
+_FIRST_ID = 3  # most vocabularies have padding, begin and end below it
 
 Prompt = list[int] | str
 
@@ -20,6 +20,18 @@ first been its who now people my made over did down only way find use may water 
 after words called just where most know
 """
 _WORDS = _TEXT.split()
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Raise ConfigError for a vocabulary too small to draw ids from."""
+    if vocab_size <= _FIRST_ID:
+        raise ConfigError(f"vocab_size is {vocab_size}; it must be at least {_FIRST_ID + 1}")
+
+
+def draw_ids(rng: Random, num_tokens: int, vocab_size: int) -> list[int]:
+    """Draw token ids from 3 … vocab_size − 1."""
+    span = vocab_size - _FIRST_ID
+    return [_FIRST_ID + int(rng.random() * span) for _ in range(num_tokens)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +48,7 @@ class PromptSettings:
     num_prefixes: int = 1
 
     def __post_init__(self) -> None:
-        if self.vocab_size <= FIRST_ID:
-            raise ConfigError(f"vocab_size is {self.vocab_size}; it must be at least {FIRST_ID + 1}")
+        check_vocab_size(self.vocab_size)
         if not 0 <= self.prefix_share <= 1:
             raise ConfigError(f"prefix_share is {self.prefix_share}; it must be between 0 and 1")
         if self.num_prefixes < 1:
@@ -80,8 +91,7 @@ class PromptMaker:
         return ids[:num_tokens]
 
     def _draw(self, rng: Random, num_tokens: int) -> list[int]:
-        span = self._settings.vocab_size - FIRST_ID
-        return [FIRST_ID + int(rng.random() * span) for _ in range(num_tokens)]
+        return draw_ids(rng, num_tokens, self._settings.vocab_size)
 
     def form(self, ids: list[int]) -> Prompt:
         """Return ids as they are, or a word for each."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from sagellm.core import ConfigError
 from sagellm.engines.machine import describe_machine
-from sagellm.engines.whole_file import whole_file
 from sagellm.lab.bench.driver import LoadRun
+from sagellm.lab.files import write_json
 
 Result = dict[str, Any]
 FORMAT = 1
@@ -51,13 +51,7 @@ def request_rows(run: LoadRun) -> dict[str, list[Any]]:
 
 def save_result(result: Result, path: Path) -> None:
     """Write a result. Raises ConfigError if it cannot be written."""
-    try:
-        with whole_file(path) as file:
-            file.write_text(
-                json.dumps(result, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8"
-            )
-    except OSError as error:
-        raise ConfigError(f"the result cannot be written to {path}") from error
+    write_json(path, result, "result")
 
 
 def load_result(path: Path) -> Result:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,8 +25,9 @@ from sagellm.engines.engine_core.step_cost_fit import fit_step_cost
 from sagellm.engines.machine import describe_machine
 from sagellm.engines.metrics.latency import percentile
 from sagellm.engines.progress import progress_bar
-from sagellm.engines.whole_file import whole_file
 from sagellm.lab.bench.errors import BenchmarkError
+from sagellm.lab.bench.prompts import draw_ids
+from sagellm.lab.files import write_json_lines
 from sagellm.lab.simulation.step_costs import StepCosts
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 _LEAST_STEPS = 20
 _HELD_OUT = 5
 """One step in so many is not fitted, but judged."""
-
-_FIRST_ID = 3  # most vocabularies have padding, begin and end below it
 
 
 class MeasuredStep(NamedTuple):
@@ -225,13 +223,7 @@ def total_error_of(cost: StepCost, steps: Sequence[MeasuredStep]) -> float:
 
 def write_steps(path: Path, steps: Sequence[MeasuredStep]) -> None:
     """Write measured steps, one JSON object per line. Raises ConfigError if the file cannot be written."""
-    try:
-        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
-            for step in steps:
-                row = step.work._asdict() | {"took_ns": step.took_ns}
-                file.write(json.dumps(row, separators=(",", ":")) + "\n")
-    except OSError as error:
-        raise ConfigError(f"the steps cannot be written to {path}") from error
+    write_json_lines(path, (step.work._asdict() | {"took_ns": step.took_ns} for step in steps), "steps")
 
 
 def read_steps(path: Path) -> list[MeasuredStep]:
@@ -263,7 +255,7 @@ def _round(rng: Random, settings: FitSettings, vocab_size: int, num_kv_tokens: i
     """Make requests that all arrive at once and fit into the KV memory together."""
     num_requests = _log_uniform(rng, settings.max_seqs)
     longest = max(_log_uniform(rng, settings.max_prompt_tokens) for _ in range(2))
-    common = _draw(rng, longest, vocab_size)
+    common = draw_ids(rng, longest, vocab_size)
     requests: list[TraceRequest] = []
     num_left = num_kv_tokens // 2
     for _ in range(num_requests):
@@ -272,7 +264,7 @@ def _round(rng: Random, settings: FitSettings, vocab_size: int, num_kv_tokens: i
         if requests and num_left < 0:
             break
         num_common = rng.randint(0, num_tokens) if rng.random() < 0.5 else 0
-        prompt = common[:num_common] + _draw(rng, num_tokens - num_common, vocab_size)
+        prompt = common[:num_common] + draw_ids(rng, num_tokens - num_common, vocab_size)
         num_output_tokens = rng.randint(1, settings.max_output_tokens)
         requests.append(TraceRequest(0.0, num_tokens, num_output_tokens, token_ids=pack(prompt)))
     return requests
@@ -280,7 +272,3 @@ def _round(rng: Random, settings: FitSettings, vocab_size: int, num_kv_tokens: i
 
 def _log_uniform(rng: Random, most: int) -> int:
     return min(most, int((most + 1) ** rng.random()))
-
-
-def _draw(rng: Random, num_tokens: int, vocab_size: int) -> list[int]:
-    return [_FIRST_ID + int(rng.random() * (vocab_size - _FIRST_ID)) for _ in range(num_tokens)]

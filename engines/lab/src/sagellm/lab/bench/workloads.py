@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from random import Random
 from typing import NamedTuple
 
 from sagellm.core import ConfigError, TokenIds, nearest, pack
+from sagellm.lab.bench.prompts import check_vocab_size, draw_ids
 from sagellm.lab.traces.lengths import Lengths
 
-_FIRST_ID = 3  # most vocabularies have padding, begin and end below it
 _MAX_TURNS = 12
 
 
@@ -103,8 +104,7 @@ class WorkloadSettings:
             raise ConfigError(
                 f"the workload is {self.name!r}; there are {known}.{nearest(self.name, WORKLOADS)}"
             )
-        if self.vocab_size <= _FIRST_ID:
-            raise ConfigError(f"vocab_size is {self.vocab_size}; it must be at least {_FIRST_ID + 1}")
+        check_vocab_size(self.vocab_size)
         if self.max_len < 2:
             raise ConfigError(f"max_len is {self.max_len}; it must be at least 2")
 
@@ -113,14 +113,14 @@ def make_sessions(settings: WorkloadSettings) -> Iterator[Session]:
     """Yield sessions without end; the same settings give the same ones, another seed shares no prefix."""
     kinds = WORKLOADS[settings.name]
     rng = Random(f"workload {settings.name} {settings.seed}")
-    draw = _drawing(settings.vocab_size)
     commons = {
-        name: [draw(rng, kind.common_len) for _ in range(kind.num_commons)] for name, kind in kinds.items()
+        name: [draw_ids(rng, kind.common_len, settings.vocab_size) for _ in range(kind.num_commons)]
+        for name, kind in kinds.items()
     }
     names, weights = list(kinds), [kind.share for kind in kinds.values()]
     for _ in count():
         name = rng.choices(names, weights)[0]
-        turns = _turns(kinds[name], rng.choice(commons[name]), settings.max_len, rng, draw)
+        turns = _turns(kinds[name], rng.choice(commons[name]), settings, rng)
         yield Session(kind=name, priority=kinds[name].priority, turns=tuple(turns))
 
 
@@ -130,24 +130,17 @@ def mean_turns(settings: WorkloadSettings, num_sessions: int = 300) -> float:
     return sum(len(next(sessions).turns) for _ in range(num_sessions)) / num_sessions
 
 
-_Draw = Callable[[Random, int], list[int]]
-
-
-def _drawing(vocab_size: int) -> _Draw:
-    span = vocab_size - _FIRST_ID
-    return lambda rng, num_tokens: [_FIRST_ID + int(rng.random() * span) for _ in range(num_tokens)]
-
-
-def _turns(kind: SessionKind, common: list[int], max_len: int, rng: Random, draw: _Draw) -> Iterator[Turn]:
+def _turns(kind: SessionKind, common: list[int], settings: WorkloadSettings, rng: Random) -> Iterator[Turn]:
     """Yield the turns that fit; the first one is cut where it does not."""
+    draw, max_len = partial(draw_ids, rng, vocab_size=settings.vocab_size), settings.max_len
     num_output = min(kind.output_len.draw(rng), max_len // 2)
-    said = (common + draw(rng, kind.own_len.draw(rng)))[: max_len - num_output]
+    said = (common + draw(kind.own_len.draw(rng)))[: max_len - num_output]
     yield Turn(0.0, pack(said), num_output)
     for _ in range(_MAX_TURNS - 1):
         if rng.random() >= kind.go_on:
             return
         # What the sender heard is drawn, not what the server said: all servers get the same prompts.
-        said = said + draw(rng, num_output) + draw(rng, kind.user_len.draw(rng))
+        said = said + draw(num_output) + draw(kind.user_len.draw(rng))
         num_output = kind.output_len.draw(rng)
         if len(said) + num_output > max_len:
             return

@@ -8,13 +8,13 @@ from random import Random
 
 from sagellm.core import ConfigError, TraceRequest, pack
 from sagellm.engines.progress import Advance
+from sagellm.lab.bench.prompts import draw_ids
 from sagellm.lab.traces.arrivals import arrival_times
 from sagellm.lab.traces.lengths import Lengths
 
 _TURNS = Lengths("fixed", (5.0,))
 _SAID = Lengths("lognormal", (140.0, 0.5))
 _THINKING = Lengths("lognormal", (60.0, 0.9))
-_FIRST_ID = 3  # most vocabularies have padding, begin and end below it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def simulate_clients(
     called with the number of requests that a conversation has made.
     """
     rng = Random(f"conversations {settings.seed}")
-    system = _draw(rng, settings.system_len, settings.vocab_size)
+    system = draw_ids(rng, settings.system_len, settings.vocab_size)
     starts = arrival_times(settings.rate, 1.0, settings.seed)
     made: list[TraceRequest] = []
     for index, start_s in enumerate(islice(starts, settings.num_requests)):
@@ -82,7 +82,7 @@ def _conversation(
     said, now_s = list(system), start_s
     requests: list[TraceRequest] = []
     for _ in range(settings.turns.draw(rng)):
-        said += _draw(rng, settings.user_len.draw(rng), settings.vocab_size)
+        said += draw_ids(rng, settings.user_len.draw(rng), settings.vocab_size)
         num_output_tokens = settings.output_len.draw(rng)
         requests.append(
             TraceRequest(
@@ -94,11 +94,6 @@ def _conversation(
                 conversation=str(index),
             )
         )
-        said += _draw(rng, num_output_tokens, settings.vocab_size)
+        said += draw_ids(rng, num_output_tokens, settings.vocab_size)
         now_s += num_output_tokens / settings.tokens_per_s + settings.think_s.draw(rng)
     return requests
-
-
-def _draw(rng: Random, num_tokens: int, vocab_size: int) -> list[int]:
-    span = vocab_size - _FIRST_ID
-    return [_FIRST_ID + int(rng.random() * span) for _ in range(num_tokens)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 from sagellm.core import ConfigError, InvalidInputError, StepCost, StepWork
 from sagellm.engines.config.bounded_json import parse_json
-from sagellm.engines.whole_file import whole_file
+from sagellm.lab.files import write_json
 
 _REQUIRED = ("source", "device", "step")
 _AMOUNTS = ("kv_bytes_per_token", "kv_memory_bytes")
@@ -64,11 +63,7 @@ def read_step_costs(path: Path) -> StepCosts:
 def write_step_costs(path: Path, costs: StepCosts) -> None:
     """Write a file that `read_step_costs` reads. Raises ConfigError if it cannot be written."""
     values = {name: value for name, value in asdict(costs).items() if name != "about" and value}
-    try:
-        with whole_file(path) as partial:
-            partial.write_text(json.dumps(values | dict(costs.about), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the costs cannot be written to {path}") from error
+    write_json(path, values | dict(costs.about), "costs")
 
 
 def _costs(content: Mapping[str, Any]) -> StepCosts:

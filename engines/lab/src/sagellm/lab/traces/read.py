@@ -20,7 +20,7 @@ from sagellm.core import (
     call_plugin,
     get_logger,
 )
-from sagellm.lab.traces.files import PackingError, open_text, plain_name
+from sagellm.lab.files import PackingError, open_text, plain_name
 
 logger = get_logger(__name__)
 

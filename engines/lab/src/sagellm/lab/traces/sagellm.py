@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from sagellm.core import ConfigError, InvalidInputError, Tokenize, TraceReaderProtocol, TraceRequest, pack
+from sagellm.core import InvalidInputError, Tokenize, TraceReaderProtocol, TraceRequest, pack
 from sagellm.core.tokens import EMPTY
-from sagellm.engines.whole_file import whole_file
-from sagellm.lab.traces.files import open_text
+from sagellm.lab.files import write_json_lines
 from sagellm.lab.traces.lines import (
     check_covered,
     count_of_tokens,
@@ -60,12 +59,7 @@ def write_trace(
     if len(sizes) > 1:
         raise InvalidInputError(f"a trace has blocks of one size, not of {sorted(sizes)} tokens")
     head = {"format": FORMAT, "version": VERSION, "block_tokens": max(sizes, default=0), **(about or {})}
-    try:
-        with whole_file(path) as partial, open_text(partial, "w") as file:
-            for row in (head, *map(_row, rows)):
-                file.write(json.dumps(row, separators=(",", ":"), ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise ConfigError(f"the trace cannot be written to {path}") from error
+    write_json_lines(path, (head, *map(_row, rows)), "trace", is_packed=True)
 
 
 def _request(row: dict[str, Any], block_tokens: int, line: int) -> TraceRequest:
