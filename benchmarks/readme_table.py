@@ -343,7 +343,7 @@ TARGETS = [
     Target(
         "hit rate ≥ 60 % where the load allows it",
         ("reference-experiment", MIXED),
-        "reference_experiment.py, sage llm benchmark",
+        "reference_experiment.py, sage llm bench peers",
         _hit_rate,
     ),
     Target("prompt tokens saved ≥ 30 %", ("eviction",), "eviction.py TRACE", _saved),
@@ -355,7 +355,7 @@ TARGETS = [
     Target(
         "utilisation of KV memory ≥ 90 %",
         ("paged_capacity", MIXED),
-        "paged_capacity.py, sage llm benchmark",
+        "paged_capacity.py, sage llm bench peers",
         _utilisation,
     ),
     Target(
@@ -377,7 +377,7 @@ TARGETS = [
     Target(
         "P99 of urgent requests < 500 ms",
         (POLICIES, MIXED_SMALL),
-        "policies.py TRACE, sage llm benchmark",
+        "policies.py TRACE, sage llm bench peers",
         _urgent,
     ),
     Target(
@@ -398,7 +398,7 @@ TARGETS = [
         "lifetime.py",
         lambda r: micros(r["loads"]["open chat"]["predict_us"]),
     ),
-    Target("throughput +25 % over vLLM", (MIXED,), "sage llm benchmark", _beside_vllm),
+    Target("throughput +25 % over vLLM", (MIXED,), "sage llm bench peers", _beside_vllm),
     Target("continuous batching × 3–5", ("forward-amx-2core",), "forward_peers.py MODEL", _batched),
     Target(
         "paged KV × 2–3 sequences in the same memory",

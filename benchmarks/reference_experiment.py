@@ -24,9 +24,9 @@ from sagellm.core import TraceRequest
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
 from sagellm.engines.whole_file import whole_file
+from sagellm.lab.plots import plot_replays
 from sagellm.lab.simulation.bounds import count_known_tokens, replay_unlimited
 from sagellm.lab.simulation.figures import CacheFigures, figures_of, sharing_fractions
-from sagellm.lab.simulation.plot import plot_replays
 from sagellm.lab.simulation.replay import CacheReplay, ReplayedRequest
 from sagellm.lab.traces import read_trace
 

@@ -11,10 +11,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from sagellm.core import ConfigError
-from sagellm.lab.bench.plot import plot_rows
-from sagellm.lab.plots import new_figure, save_figure
-from sagellm.lab.simulation.plot import plot_replays
-from sagellm.lab.simulation.serving_plot import plot_serving
+from sagellm.lab.plots import plot_replays, plot_rows, plot_serving
 
 TITLE = "made$1$.jsonl: 3 requests"
 
@@ -47,7 +44,7 @@ def draw_load(path: Path) -> None:
         "arrival_ms": [0.0, 1.0], "first_token_ms": [3.0, None], "end_ms": [9.0, 12.0],
         "error": [None, "timeout"],
     }  # fmt: skip
-    plot_rows({"steady": rows, "burst": rows}, path, title=TITLE)
+    plot_rows(path, {"steady": rows, "burst": rows}, title=TITLE)
 
 
 @pytest.fixture
@@ -95,4 +92,4 @@ def test_requests_that_failed_are_counted(drawn, tmp_path):
 
 def test_a_plot_that_cannot_be_written_is_told(tmp_path):
     with pytest.raises(ConfigError, match="the plot cannot be written to"):
-        save_figure(new_figure("t", width=2, height=2), tmp_path / "nowhere" / "a.png")
+        plot_rows(tmp_path / "nowhere" / "a.png", {"a": {"error": [], "arrival_ms": []}}, title="t")

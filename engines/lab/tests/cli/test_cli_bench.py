@@ -208,7 +208,7 @@ def test_a_start_that_fails_says_why(sage, tmp_path):
 
 
 def test_the_source_spellings_of_benchmark_are_ours():
-    from sagellm.lab.cli.benchmark import _in_our_words
+    from sagellm.lab.cli.bench.peers import _in_our_words
 
     given = {"enable_prefix_cache": True, "enable_predictive_eviction": True, "scheduler_ir": "base"}
     ours = {"enable_prefix_caching": True, "eviction_policy": "predictive", "scheduler": "base"}
@@ -220,7 +220,8 @@ def test_benchmark_loads_a_server_and_keeps_what_it_measured(sage, server, tmp_p
     result = sage(
         *(
             "llm",
-            "benchmark",
+            "bench",
+            "peers",
             "--enable-prefix-cache",
             "--enable-predictive-eviction",
             "--scheduler-ir",
@@ -246,7 +247,14 @@ def test_benchmark_loads_a_server_and_keeps_what_it_measured(sage, server, tmp_p
     assert 0 <= saved["figures"]["saturated.ideal_hit_rate"]["sagellm"] < 1
     assert "saturated.output throughput (tokens/s)" in result.out
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert sage("llm", "benchmark", "--compare", "b.json", "b.json").code == 0
+
+
+def test_the_old_name_of_bench_peers_works_and_is_not_listed(sage, tmp_path):
+    (tmp_path / "b.json").write_text('{"figures": {"steady.num_failed": {"sagellm": 2}}}')
+    result = sage("llm", "benchmark", "--compare", "b.json", "b.json")
+    assert (result.code, "steady.num_failed.sagellm" in result.out) == (0, True), result.err
+    assert "benchmark" not in sage("llm", "--help").out.split()
+    assert "peers" in sage("llm", "bench", "--help").out.split()
 
 
 @pytest.mark.full  # starts an engine in processes of its own
@@ -263,7 +271,7 @@ def test_benchmark_serves_a_model_itself(sage, checkpoint):
         "2",
         "--json",
     )
-    result = sage("llm", "benchmark", *run)
+    result = sage("llm", "bench", "peers", *run)
     assert result.code == 0, result.err
     row = {name: values["sagellm"] for name, values in result.json["figures"].items()}
     assert row["saturated.num_failed"] == 0
@@ -281,7 +289,7 @@ def test_benchmark_serves_a_model_itself(sage, checkpoint):
     ],
 )
 def test_wrong_flags_of_benchmark_are_told(sage, flags, message):
-    result = sage("llm", "benchmark", *flags, "--base-url", "http://127.0.0.1:9")
+    result = sage("llm", "bench", "peers", *flags, "--base-url", "http://127.0.0.1:9")
     assert (result.code, message in result.err, "Traceback" in result.err) == (2, True, False), result.err
 
 

@@ -72,7 +72,8 @@ class Provider(NamedTuple):
 class Command(NamedTuple):
     """A command of `sage llm`, under the words that users type: `bench`, or `plugins check` within a group.
 
-    `target` is `module:attribute` of a `typer.Typer`, imported only when the command is called.
+    `target` is `module:attribute` of a `typer.Typer`, imported only when the command is called. Help leaves
+    out a command without a summary, such as an old name.
     """
 
     name: str

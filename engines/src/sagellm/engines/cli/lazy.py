@@ -36,8 +36,8 @@ def _entry(installed: InstalledCommand) -> Entry:
 class LazyGroup(TyperGroup):
     """A group of the commands in `table`, in its order.
 
-    Help lists them without importing any. The group's own `--debug` is taken after a command,
-    too, since that is where people type it.
+    Help lists those that have a summary, without importing any. The group's own `--debug` is taken after a
+    command, too, since that is where people type it.
     """
 
     @property
@@ -51,8 +51,8 @@ class LazyGroup(TyperGroup):
     """Names that users may try, and the actual command; "" for a word to leave out."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names."""
-        return list(self.table)
+        """Return the names of the commands that have a summary."""
+        return [name for name, entry in self.table.items() if entry.summary]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Import a command and what plugins add to it, or return None for an unknown name."""
@@ -84,7 +84,7 @@ class LazyGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write names and summaries into the help."""
-        rows = [(name, entry.summary) for name, entry in self.table.items()]
+        rows = [(name, self.table[name].summary) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 

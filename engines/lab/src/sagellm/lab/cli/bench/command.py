@@ -14,9 +14,12 @@ class BenchGroup(LazyGroup):
 
     table = {  # noqa: RUF012  (typed in the base)
         "serve": Entry(f"{_HERE}.serve:app", "Send load to an OpenAI-compatible server."),
-        "throughput": Entry(f"{_HERE}.throughput:app", "Run many prompts through an engine in this process."),
-        "latency": Entry(f"{_HERE}.latency:app", "Time one batch in an engine in this process."),
-        "startup": Entry(f"{_HERE}.startup:app", "Start an engine in fresh processes, and time it."),
+        "peers": Entry(f"{_HERE}.peers:app", "Send a named load to an engine of its own and to peers."),
+        "throughput": Entry(
+            f"{_HERE}.offline:throughput", "Run many prompts through an engine in this process."
+        ),
+        "latency": Entry(f"{_HERE}.offline:latency", "Time one batch in an engine in this process."),
+        "startup": Entry(f"{_HERE}.offline:startup", "Start an engine in fresh processes, and time it."),
         "fit": Entry(f"{_HERE}.fit:app", "Fit what steps cost here, for `simulate --cost`."),
     }
 

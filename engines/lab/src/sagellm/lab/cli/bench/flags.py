@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-import typer
+from typing import Any, NamedTuple
 
 from sagellm.core import ConfigError, nearest
 from sagellm.engines.cli.flags import command_help, make_flag, switch
 from sagellm.lab.bench.figures import Limits
 from sagellm.lab.bench.settings import LoadSettings
+from sagellm.lab.cli.flags import LENGTHS, flag
 from sagellm.lab.traces.lengths import Lengths
-
-Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result to a JSON file.")]
-AsJSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Compare = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="A.json B.json…",
-        help="Run nothing; print saved results beside each other, with ratios to the first.",
-    ),
-]
 
 
 class _Row(NamedTuple):
@@ -33,11 +21,9 @@ class _Row(NamedTuple):
     text: str
 
 
-_LENGTHS = "512, uniform:LOW:HIGH, normal:MEAN:SD, lognormal:MEDIAN:SIGMA or exponential:MEAN"
-
 _PROMPTS = {
     "num_prompts": _Row(int, "INT", "prompts to run"),
-    "input_len": _Row(str, "LENGTHS", f"prompt tokens: {_LENGTHS}"),
+    "input_len": _Row(str, "LENGTHS", f"prompt tokens: {LENGTHS}"),
     "output_len": _Row(str, "LENGTHS", "output tokens, in the same form"),
     "prefix_share": _Row(float, "SHARE", "share of each prompt, from its start, that prompts have in common"),
     "num_prefixes": _Row(int, "INT", "how many such common beginnings there are"),
@@ -75,26 +61,28 @@ _SERVE = {
     ),
 }
 
-_THROUGHPUT_DEFAULTS = {
-    "num_prompts": 100, "input_len": "512", "output_len": "128",
-    "prefix_share": 0.0, "num_prefixes": 1, "warmup": 1, "seed": 0,
+_OFFLINE: dict[str, dict[str, tuple[object, _Row]]] = {
+    "throughput": {
+        name: (default, _PROMPTS[name])
+        for name, default in {
+            "num_prompts": 100, "input_len": "512", "output_len": "128",
+            "prefix_share": 0.0, "num_prefixes": 1, "warmup": 1, "seed": 0,
+        }.items()
+    },
+    "latency": {
+        "batch_size": (1, _Row(int, "INT", "prompts that are run together")),
+        "input_len": ("128", _PROMPTS["input_len"]),
+        "output_len": ("128", _PROMPTS["output_len"]),
+        "warmup": (1, _Row(int, "INT", "batches that are run before and not counted")),
+        "repeats": (10, _Row(int, "INT", "batches that are timed, each with prompts of its own")),
+        "seed": (0, _PROMPTS["seed"]),
+    },
+    "startup": {
+        "warmup": (1, _Row(int, "INT", "starts before the counted ones")),
+        "repeats": (3, _Row(int, "INT", "starts that are timed, each in a process of its own")),
+    },
 }  # fmt: skip
-_LATENCY_DEFAULTS = {
-    "batch_size": 1, "input_len": "128", "output_len": "128", "warmup": 1, "repeats": 10, "seed": 0,
-}  # fmt: skip
-_LATENCY = {
-    **_PROMPTS,
-    "batch_size": _Row(int, "INT", "prompts that are run together"),
-    "warmup": _Row(int, "INT", "batches that are run before and not counted"),
-    "repeats": _Row(int, "INT", "batches that are timed, each with prompts of its own"),
-}
-
-
-_STARTUP_DEFAULTS = {"warmup": 1, "repeats": 3}
-_STARTUP = {
-    "warmup": _Row(int, "INT", "starts before the counted ones"),
-    "repeats": _Row(int, "INT", "starts that are timed, each in a process of its own"),
-}
+"""The own options of the benchmarks of an engine in this process, with defaults."""
 
 _ALSO = {"rate": ("--request-rate",), "concurrency": ("--max-concurrency",)}  # as vLLM writes it
 
@@ -108,56 +96,28 @@ _REST = "Requests"
 
 
 def _flag(name: str, row: _Row, default: object) -> inspect.Parameter:
-    help_text = command_help(row.text, default)
+    help_text, group = command_help(row.text, default), _GROUPS.get(name, _REST)
     if row.kind is bool:
-        return make_flag(name, bool, switch(name, help_text, group=_REST))
-    option: Any = typer.Option(
-        "--" + name.removesuffix("_s").replace("_", "-"),
-        *_ALSO.get(name, ()),
-        help=help_text,
-        metavar=row.metavar,
-        show_default=False,
-        envvar="OPENAI_API_KEY" if name == "api_key" else None,
-        show_envvar=False,
-        rich_help_panel=_GROUPS.get(name, _REST),
-    )
-    return make_flag(name, row.kind, option)
+        return make_flag(name, bool, switch(name, help_text, group=group))
+    spelled = ("--" + name.removesuffix("_s").replace("_", "-"), *_ALSO.get(name, ()))
+    more = {"envvar": "OPENAI_API_KEY", "show_envvar": False} if name == "api_key" else {}
+    return flag(name, row.kind, row.metavar, help_text, *spelled, group=group, **more)
 
 
-def _flags(rows: Mapping[str, _Row], defaults: Mapping[str, object]) -> tuple[inspect.Parameter, ...]:
-    return tuple(_flag(name, rows[name], default) for name, default in defaults.items())
+_DEFAULTS = {one.name: one.default for one in fields(LoadSettings)} | {"extra_body": None}
+SERVE_FLAGS = tuple(_flag(name, row, _DEFAULTS[name]) for name, row in _SERVE.items())
+OFFLINE_FLAGS = {
+    benchmark: tuple(_flag(name, row, default) for name, (default, row) in rows.items())
+    for benchmark, rows in _OFFLINE.items()
+}
 
 
-_SERVE_DEFAULTS = {one.name: one.default for one in fields(LoadSettings)}
-SERVE_FLAGS = _flags(
-    _SERVE,
-    {name: None if name == "extra_body" else _SERVE_DEFAULTS[name] for name in _SERVE},
-)
-THROUGHPUT_FLAGS = _flags(_PROMPTS, _THROUGHPUT_DEFAULTS)
-LATENCY_FLAGS = _flags(_LATENCY, _LATENCY_DEFAULTS)
-STARTUP_FLAGS = _flags(_STARTUP, _STARTUP_DEFAULTS)
-
-
-def offline_options(defaults: Mapping[str, object], options: dict[str, Any]) -> dict[str, Any]:
+def offline_options(benchmark: str, options: dict[str, Any]) -> dict[str, Any]:
     """Take a benchmark's own options out of `options`, with defaults and lengths read."""
-    own = {name: options.pop(name, default) for name, default in defaults.items()}
+    own: dict[str, Any] = {
+        name: options.pop(name, default) for name, (default, _) in _OFFLINE[benchmark].items()
+    }
     return {name: Lengths.parse(value) if name.endswith("_len") else value for name, value in own.items()}
-
-
-def throughput_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of `throughput` out of `options`; the rest are the engine's."""
-    return offline_options(_THROUGHPUT_DEFAULTS, options)
-
-
-def latency_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of `latency` out of `options`; the rest are the engine's."""
-    own = offline_options(_LATENCY_DEFAULTS, options)
-    return {"num_prompts": own.pop("batch_size"), **own}
-
-
-def startup_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of `startup` out of `options`; the rest are the engine's."""
-    return offline_options(_STARTUP_DEFAULTS, options)
 
 
 def parse_goodput(given: list[str]) -> Limits:

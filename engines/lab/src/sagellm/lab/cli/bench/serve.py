@@ -4,76 +4,40 @@ from __future__ import annotations
 
 import json
 from math import inf
-from pathlib import Path
-from typing import Annotated, Any, get_args
-
-import typer
+from typing import TYPE_CHECKING, Any, get_args
 
 from sagellm.core import ConfigError, nearest
-from sagellm.engines.cli.flags import with_flags
-from sagellm.engines.cli.targets import Overwrite, check_targets
-from sagellm.engines.cli.variadic import VariadicCommand
 from sagellm.lab.bench.settings import Endpoint, LoadSettings, PromptForm
-from sagellm.lab.cli.bench.flags import SERVE_FLAGS, AsJSON, Compare, Save, parse_goodput
-from sagellm.lab.plots import check_plot
+from sagellm.lab.cli.bench.flags import SERVE_FLAGS, parse_goodput
+from sagellm.lab.cli.bench.measurement import REQUEST_FLAGS, measurement
 from sagellm.lab.traces.lengths import Lengths
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+if TYPE_CHECKING:
+    from sagellm.lab.bench.results import Result
 
 
-@app.command(cls=VariadicCommand)
-@with_flags(SERVE_FLAGS)
-def serve(
-    *,
-    save: Save = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw all requests' times (needs matplotlib).")
-    ] = None,
-    chrome_trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write all requests as a trace that Perfetto opens."),
-    ] = None,
-    overwrite: Overwrite = False,
-    compare: Compare = None,
-    as_json: AsJSON = False,
-    **options: Any,
-) -> None:
+def _serve(options: dict[str, Any]) -> Result:
     """Put load on an OpenAI-compatible server of any make, and measure its streamed answers.
 
     TTFT counts from a request's arrival to the first bytes with something visible, TPOT the time
     after them by further token, as the server counts tokens.
     """
-    from sagellm.lab.cli.bench.show import print_comparison, print_serve_result
-
-    if compare:
-        print_comparison(compare, as_json=as_json, save=save, plot=plot)
-        return
-    settings = load_settings(options)
-    from sagellm.lab.bench.chrome_trace import write_chrome_trace
-    from sagellm.lab.bench.plot import plot_rows
-    from sagellm.lab.bench.results import make_result, request_rows, save_result
+    from sagellm.lab.bench.results import make_result, request_rows
     from sagellm.lab.bench.serve import run_serve
 
-    check_plot(plot)
-    check_targets(save, plot, chrome_trace, overwrite=overwrite, source=settings.trace)
+    settings = load_settings(options)
     measured = run_serve(settings, progress=True)
-    result = make_result(
+    return make_result(
         "serve",
         settings.shown() | {"model": measured.model},
         measured.figures,
         client=measured.client,
         server=measured.server,
         warnings=measured.warnings,
-    )
-    print_serve_result(result, as_json=as_json)
-    result["requests"] = request_rows(measured.run)
-    if save is not None:
-        save_result(result, save)
-    if plot is not None:
-        load = settings.trace.name if settings.trace else "made prompts"
-        plot_rows({"": result["requests"]}, plot, title=f"{measured.model}: {load}")
-    if chrome_trace is not None:
-        write_chrome_trace(chrome_trace, {measured.model: result["requests"]})
+    ) | {"requests": request_rows(measured.run)}
+
+
+app = measurement(_serve, REQUEST_FLAGS, SERVE_FLAGS)
 
 
 def load_settings(options: dict[str, Any]) -> LoadSettings:
@@ -87,11 +51,9 @@ def load_settings(options: dict[str, Any]) -> LoadSettings:
         "endpoint": lambda value: _choice("--endpoint", value, get_args(Endpoint)),
         "prompt_form": lambda value: _choice("--prompt-form", value, get_args(PromptForm)),
     }
-    return LoadSettings(**{name: read.get(name, _as_is)(value) for name, value in options.items()})
-
-
-def _as_is(value: Any) -> Any:
-    return value
+    return LoadSettings(
+        **{name: read[name](value) if name in read else value for name, value in options.items()}
+    )
 
 
 def _choice(flag: str, value: str, choices: tuple[str, ...]) -> str:

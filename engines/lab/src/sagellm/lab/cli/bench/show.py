@@ -19,11 +19,32 @@ _SHOWN_UNITS = ("GFLOP/s", "GB/s", "tokens/s", "requests/s", "/s", "ms", "s", "M
 
 
 def print_result(result: Result, *, as_json: bool) -> None:
-    """Print the figures of a result: one per line, then the spreads as a table."""
+    """Print the figures of a result, and what a reader of them must know; for programs, without requests."""
     if as_json:
-        print_json(result)
-        return
-    figures: dict[str, Any] = result["figures"]
+        print_json({name: value for name, value in result.items() if name != "requests"})
+    elif result["benchmark"] == "benchmark":
+        _print_columns(result["figures"])
+    else:
+        _print_figures(result["figures"])
+    if not as_json:
+        _print_circumstances(result)
+    for kind, errors in result["figures"].get("errors", {}).items():
+        typer.echo(f"failed: {errors['count']} × {kind}: {errors['example']}", err=True)
+    if "client" in result:
+        client = result["client"]
+        per_event = client["cpu_us_per_event"]
+        typer.echo(
+            f"client: {client['cpu_share']:.1%} of a core, "
+            + (f"{per_event:.0f} µs an event, " if per_event is not None else "")
+            + f"event loop {client['loop_lag_p99_ms']:.1f} ms late (p99)",
+            err=True,
+        )
+    for warning in result.get("warnings", ()):
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def _print_figures(figures: Mapping[str, Any]) -> None:
+    """Print one figure per line, then the spreads as a table."""
     single = [(_words(name), _number(value)) for name, value in figures.items() if _is_number(value)]
     width = max(len(name) for name, _ in single)
     for name, number in single:
@@ -34,37 +55,32 @@ def print_result(result: Result, *, as_json: bool) -> None:
     if spreads:
         rows = [(_words(name), *(_number(one[key]) for key in _SPREAD)) for name, one in spreads.items()]
         typer.echo("\n" + columns(("", *(key.upper() for key in _SPREAD)), rows))
-    if "peak_source" in figures:
-        typer.echo(
-            f"\npeak: {figures['peak_source']}; read bandwidth: {figures['bandwidth_source']}", err=True
+
+
+def _print_circumstances(result: Result) -> None:
+    """Print the machine and its limits, the engine, and what of the figures cannot be true."""
+    figures, limits, machine = result["figures"], result.get("limits"), result["machine"]
+    lines = []
+    if "rates" in result:
+        lines.append(f"\n{result['rates']['steady']:.3g} requests/s in the steady phase")
+    if limits is not None:
+        lines.append(
+            f"read bandwidth {limits['read_bandwidth_bytes_per_s'] / 1e9:.3g} GB/s "
+            f"({limits['bandwidth_source']}), peak {limits['peak_flops_per_s'] / 1e12:.3g} TFLOP/s "
+            f"({limits['peak_source']})"
         )
-    if figures.get("mfu_error") is not None:
-        typer.echo(f"error: {figures['mfu_error']}", err=True)
+    if "peak_source" in figures:
+        lines.append(f"\npeak: {figures['peak_source']}; read bandwidth: {figures['bandwidth_source']}")
+    errors = [*filter(None, [figures.get("mfu_error")]), *result.get("measurement_errors", ())]
+    lines += [f"error: {error}" for error in errors]
     if "engine" in result:
         shown = ((_words(name), value) for name, value in result["engine"].items() if value is not None)
-        typer.echo("engine: " + ", ".join(f"{name} {_number(value)}" for name, value in shown), err=True)
-    machine = result["machine"]
-    typer.echo(f"\n{machine['cpu']}, {machine['cpus']} CPUs, sageLLM {machine['sagellm']}", err=True)
+        lines.append("engine: " + ", ".join(f"{name} {_number(value)}" for name, value in shown))
+    lines.append(f"\n{machine['cpu']}, {machine['cpus']} CPUs, sageLLM {machine['sagellm']}")
+    typer.echo("\n".join(lines), err=True)
 
 
-def print_serve_result(result: Result, *, as_json: bool) -> None:
-    """Print a load's figures, its failures, the client's own cost, and warnings."""
-    print_result(result, as_json=as_json)
-    for kind, errors in result["figures"]["errors"].items():
-        typer.echo(f"failed: {errors['count']} × {kind}: {errors['example']}", err=True)
-    client = result["client"]
-    per_event = client["cpu_us_per_event"]
-    typer.echo(
-        f"client: {client['cpu_share']:.1%} of a core, "
-        + (f"{per_event:.0f} µs an event, " if per_event is not None else "")
-        + f"event loop {client['loop_lag_p99_ms']:.1f} ms late (p99)",
-        err=True,
-    )
-    for warning in result["warnings"]:
-        typer.echo(f"warning: {warning}", err=True)
-
-
-def print_columns(rows: Mapping[str, Mapping[str, float | None]]) -> None:
+def _print_columns(rows: Mapping[str, Mapping[str, float | None]]) -> None:
     """Print one figure per line with a column for each server, and the first one's ratio to the others."""
     servers = list(dict.fromkeys(name for values in rows.values() for name in values))
     head = ["", *servers, *(f"{servers[0]} ÷ {other}" for other in servers[1:])]
@@ -79,15 +95,14 @@ def print_columns(rows: Mapping[str, Mapping[str, float | None]]) -> None:
     typer.echo(columns(head, lines))
 
 
-def print_comparison(
-    paths: Sequence[Path], *, as_json: bool, save: Path | None = None, plot: Path | None = None
-) -> None:
+def print_comparison(paths: Sequence[Path], *, as_json: bool, files: Mapping[str, Path | None]) -> None:
     """Print every figure of saved results, with its ratio to the first result's.
 
-    Raises ConfigError if a result is to be saved or plotted, as nothing is measured.
+    Raises ConfigError if `files` are to be written, as nothing is measured.
     """
-    for flag, path in {"--save": save, "--plot": plot}.items():
+    for name, path in files.items():
         if path is not None:
+            flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
                 f"{flag} {path} is given with --compare, which measures nothing: leave {flag} out, or give "
                 "it with the run that is measured"
