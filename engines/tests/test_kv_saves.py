@@ -455,6 +455,20 @@ def test_a_step_copies_few_blocks_of_a_save(make, monkeypatch):
     assert max(copied) == 4
 
 
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_staging_memory_is_used_again_and_mixes_up_no_blocks(make, num_parts, monkeypatch):
+    first = make()
+    expected, _ = answers(first)
+    block_bytes = first.client.core.parts.saves._block_bytes
+    monkeypatch.setattr("sagellm.kvmgr.kv_pool.saves._PART_BLOCKS", 3)
+    monkeypatch.setattr("sagellm.kvmgr.kv_pool.saves._MAX_BUFFERED_BYTES", (num_parts - 1) * 3 * block_bytes)
+    assert save(first).num_blocks > 3 * num_parts * 3
+    second = make()
+    loaded = load(second)
+    assert (loaded.num_left_out, loaded.num_corrupt) == (0, 0)
+    assert answers(second) == (expected, [99] * 4)
+
+
 def test_a_slow_file_makes_no_step_wait(make, device):
     first = make()
     expected, _ = answers(first)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 
@@ -167,26 +166,6 @@ def test_two_numa_nodes_are_balanced_by_naming_new_consumers():
     plan = plan_migration(placement, blocks, {"numa:1": 40})
     assert landings(plan) == {("numa:0", "numa:1"): 4}
     assert [move.block_id for move in plan.moves] == [1, 3, 5, 7]
-
-
-def test_a_plan_is_json():
-    placement = Placement(machine(), bytes_per_s={("numa:0", "gpu:0"): 40.0})
-    plan = plan_migration(placement, blocks_at("numa:0", "gpu:0", 2), {"gpu:0": 20})
-    assert json.loads(json.dumps(plan.to_json())) == {
-        "duration_s": 0.5,
-        "links": [
-            {
-                "source": "numa:0",
-                "target": "gpu:0",
-                "kind": "pcie",
-                "bytes_per_s": 40.0,
-                "is_measured": True,
-                "num_bytes": 20,
-                "duration_s": 0.5,
-                "blocks": [[0, 10], [1, 10]],
-            }
-        ],
-    }
 
 
 def test_what_cannot_be_planned_is_refused_with_the_reason():

