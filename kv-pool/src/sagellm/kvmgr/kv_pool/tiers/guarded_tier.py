@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 from sagellm.core.errors import PluginError
 from sagellm.core.kv_block import BlockHeader, BlockKey
 from sagellm.core.logging import get_logger
-from sagellm.core.protocols.kv_tier import (
-    KVTierMetrics,
-    KVTierProtocol,
-    Ticket,
-    TierOutcome,
-    TierRequest,
-    TierResult,
-    check_requests,
-)
+from sagellm.core.protocols.kv_tier import KVTierMetrics, KVTierProtocol, Ticket, TierOutcome, TierRequest
 
 P = ParamSpec("P")
 T = TypeVar("T")
+W = TypeVar("W")
 
 _log = get_logger(__name__)
 
 
-class GuardedTier(KVTierProtocol):
-    """Forwards to a tier until it raises; from then on it has no blocks, and every request fails.
+class GuardedTier(Generic[W]):
+    """Calls a tier, for waiters of one request each, until it raises: then it has no blocks, and all fail.
 
     The error is logged and not raised: no request needs what a tier has, since it can be computed. Only
     Ctrl-C passes, and what `check_integrity` raises.
@@ -35,31 +28,31 @@ class GuardedTier(KVTierProtocol):
         self.tier = tier
         self._name = name
         self._is_broken = False
-        self._open: dict[Ticket, tuple[Ticket, int]] = {}  # by the tier's ticket: ours, its size
-        self._results: list[TierResult] = []
-        self._num_submits = 0
+        self._waiting: dict[Ticket, W] = {}
+        self._ended: list[tuple[W, TierOutcome]] = []
         self._num_failed = 0
 
     def __repr__(self) -> str:
         return repr(self.tier)
 
-    def submit(self, requests: Sequence[TierRequest]) -> Ticket:
-        """Begin, or fail at once. Raises InvalidInputError for a put or get without data."""
-        check_requests(requests)
-        ticket = Ticket(self._num_submits)
-        self._num_submits += 1
-        begun = self._ask(None, self._submitted, requests)
-        if begun is None:
-            self._fail(ticket, len(requests))
+    def submit(self, request: TierRequest, waiter: W) -> None:
+        """Begin, or fail at once; `poll` returns the waiter."""
+        ticket = self._ask(None, self._submitted, request)
+        if ticket is None:
+            self._fail(waiter)
         else:
-            self._open[begun] = ticket, len(requests)
-        return ticket
+            self._waiting[ticket] = waiter
 
-    def poll(self) -> list[TierResult]:
-        """Return what has ended or failed."""
+    def poll(self) -> list[tuple[W, TierOutcome]]:
+        """Return the waiters whose requests have ended or failed."""
         self._ask(None, self._take_results)
-        results, self._results = self._results, []
-        return results
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether `poll` will return a waiter."""
+        return bool(self._waiting or self._ended)
 
     def contains(self, key: BlockKey) -> bool:
         """Ask the tier. Called for each block of each waiting prompt, so without `_ask`."""
@@ -68,10 +61,6 @@ class GuardedTier(KVTierProtocol):
         except BaseException as error:
             self._give_up(error)
             return False
-
-    def touch(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Ask the tier; nothing is wanted by a broken one."""
-        return self._ask([False] * len(keys), self.tier.touch, keys)
 
     def stored(self) -> Sequence[tuple[BlockHeader, int]]:
         """Ask the tier."""
@@ -99,21 +88,19 @@ class GuardedTier(KVTierProtocol):
         except BaseException as error:
             self._give_up(error)
 
-    def _submitted(self, requests: Sequence[TierRequest]) -> Ticket:
-        ticket = self.tier.submit(requests)
+    def _submitted(self, request: TierRequest) -> Ticket:
+        ticket = self.tier.submit([request])
         if not isinstance(ticket, int):
             raise PluginError(f"submit returned {ticket!r} instead of a ticket")
         return ticket
 
     def _take_results(self) -> None:
         for result in self.tier.poll():
-            if (begun := self._open.get(result.ticket)) is None:
+            if result.ticket not in self._waiting:
                 continue
-            ticket, num_requests = begun
-            if len(result.outcomes) != num_requests:
-                raise PluginError(f"poll returned {len(result.outcomes)} outcomes of {num_requests} requests")
-            del self._open[result.ticket]
-            self._results.append(TierResult(ticket, result.outcomes))
+            if len(result.outcomes) != 1:
+                raise PluginError(f"poll returned {len(result.outcomes)} outcomes for one request")
+            self._ended.append((self._waiting.pop(result.ticket), result.outcomes[0]))
 
     def _ask(self, otherwise: T, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         if self._is_broken:
@@ -130,11 +117,10 @@ class GuardedTier(KVTierProtocol):
         if not self._is_broken:
             _log.error("the KV tier %r failed and is no longer used", self._name, exc_info=error)
         self._is_broken = True
-        begun, self._open = self._open, {}
-        for ticket, num_requests in begun.values():
-            self._fail(ticket, num_requests)
+        waiting, self._waiting = self._waiting, {}
+        for waiter in waiting.values():
+            self._fail(waiter)
 
-    def _fail(self, ticket: Ticket, num_requests: int) -> None:
-        self._num_failed += num_requests
-        outcome: TierOutcome = "failed"
-        self._results.append(TierResult(ticket, (outcome,) * num_requests))
+    def _fail(self, waiter: W) -> None:
+        self._num_failed += 1
+        self._ended.append((waiter, "failed"))

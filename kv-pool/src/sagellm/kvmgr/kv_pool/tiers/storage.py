@@ -177,13 +177,12 @@ class TieredKVStorage(KVTierProtocol):
             require_object(f"tier {name!r}", tier, KVTierProtocol, "kv_tier")
         self.names = tuple(tiers)
         self.classifier = HotColdClassifier() if classifier is None else classifier
-        self._tiers = tuple(GuardedTier(name, tier) for name, tier in tiers.items())
+        self._tiers = tuple(GuardedTier[_Operation](name, tier) for name, tier in tiers.items())
         self._usages = tuple(TierUsage(self.classifier) for _ in self._tiers)
         self._clock = SystemClock() if clock is None else clock
         self._lock = Lock()
         self._busy: dict[BlockKey, deque[_Operation]] = {}  # the first is running
         self._ready: deque[_Operation] = deque()  # now first on their blocks
-        self._waiting: tuple[dict[Ticket, _Operation], ...] = tuple({} for _ in self._tiers)
         self._results: list[TierResult] = []
         self._num_submits = 0
         self._metrics = TieredMetrics()
@@ -277,7 +276,7 @@ class TieredKVStorage(KVTierProtocol):
                 assert len(usage) == tier.metrics().num_blocks, (
                     "a tier has blocks that the storage does not know"
                 )
-        if not any(self._waiting):
+        if not any(tier.is_waited_for for tier in self._tiers):
             assert not self._busy, "operations wait for nothing"
 
     def _level_of(self, key: BlockKey) -> int | None:
@@ -438,12 +437,10 @@ class TieredKVStorage(KVTierProtocol):
         progressed = True
         while progressed:
             progressed = False
-            for tier, waiting in zip(self._tiers, self._waiting, strict=True):
-                for result in tier.poll():
-                    operation = waiting.pop(result.ticket, None)
-                    if operation is not None:
-                        progressed = True
-                        self._advance(operation, result.outcomes[0])
+            for tier in self._tiers:
+                for operation, outcome in tier.poll():
+                    progressed = True
+                    self._advance(operation, outcome)
 
     def _advance(self, operation: _Operation, outcome: TierOutcome | None) -> None:
         """Advance an operation until it waits for a tier again or ends, then those after it."""
@@ -463,8 +460,7 @@ class TieredKVStorage(KVTierProtocol):
                 self._results.append(TierResult(submit.ticket, done))
             self._end(operation.key)
             return
-        ticket = self._tiers[level].submit([request])
-        self._waiting[level][ticket] = operation
+        self._tiers[level].submit(request, operation)
 
     def _end(self, key: BlockKey) -> None:
         """Let the next operation on a block begin."""
