@@ -336,8 +336,8 @@ def an_eviction_order_upside_down() -> None:
     caught_by="engines/tests/test_engine_requests.py::test_an_abort_frees_the_blocks",
 )
 def a_lock_kept_after_an_abort() -> None:
-    from sagellm.core import RequestStatus
     from sagellm.engines.engine_core.scheduler import Scheduler
+    from sagellm.engines.engine_core.sequence import RequestStatus
 
     @change(Scheduler, "finish")
     def finish(original: Any, self: Any, sequence_id: Any, status: Any) -> Any:

@@ -16,7 +16,6 @@ MOST_IMPORTS = 20
 MOST_CORE_NAMES = 180
 CORE = ROOT / "core-protocols" / "src" / "sagellm" / "core"
 OF_CORE_ITSELF = {
-    "late_kv_tier": "the simulation and the tests of two distributions make tiers late with it",
     "chaos_sockets": "chaos imports it when it is on",
     "number_ranges": "decisions print their rows with it",
     "random_access": "what Files open",

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from sagellm.core import Namespace, RequestStatus
+from sagellm.core import Namespace
 from sagellm.engines import SamplingParams
+from sagellm.engines.engine_core.sequence import RequestStatus
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 _random = random.Random(3)
@@ -124,3 +125,12 @@ def test_passes_are_told_what_is_left_of_a_predicted_output(make_engine):
         engine.step()
     assert left[:3] == [9, 8, 7]
     assert left[-1] == 1
+
+
+def test_a_finished_status_is_known_by_its_name() -> None:
+    finished = {status for status in RequestStatus if status.is_finished}
+    assert finished == set(RequestStatus) - {
+        RequestStatus.WAITING,
+        RequestStatus.RUNNING,
+        RequestStatus.SWAPPED,
+    }

@@ -113,7 +113,7 @@ _NAMES = {
     "protocols.step": "StepInput StepOutput",
     "protocols.topology": "Topology TopologyMetrics TopologyProtocol",
     "protocols.trace": "Tokenize TraceReaderProtocol TraceRequest",
-    "request": "FinishReason Request RequestStatus",
+    "request": "FinishReason Request",
     "runtime": "Clock Randomness Runtime SystemClock VirtualClock",
     "schedule_verifier": "verify_rewrite",
     "step_cost": "StepCost StepCostMetrics StepWork",

@@ -14,6 +14,7 @@ _MOVED = {
     "sagellm.core.conformance": "sagellm.testing.conformance",
     "sagellm.core.execution_graph": "sagellm.engines.worker.execution_graph",
     "sagellm.core.graph_text": "sagellm.engines.worker.graph_text",
+    "sagellm.core.late_kv_tier": "sagellm.lab.simulation.late_kv_tier",
     "sagellm.core.metrics": "sagellm.engines.metrics",
     "sagellm.core.schedule_text": "sagellm.kvmgr.scheduler_ir.schedule_text",
     "sagellm.core.schedule_watchers": "sagellm.kvmgr.scheduler_ir.schedule_watchers",
@@ -79,6 +80,7 @@ _MOVED_NAMES = {
     "sagellm.core.request": "RequestRecord StepRecord",
     "sagellm.core.runtime": "Files MemoryFiles SystemFiles",
     "sagellm.core.tenant": "hash_of",
+    "sagellm.engines.engine_core.sequence": "RequestStatus",
     "sagellm.engines.metrics.cache": """
         PromptBlocks block_sharing_fraction external_fragmentation gap_closed internal_fragmentation
         mean_block_sharing_fraction memory_use_gain re_prefill_rate sharing_fraction_source

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 
 from sagellm.core.ids import RequestId
@@ -14,27 +13,6 @@ from sagellm.core.tokens import TokenIds
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 """Why a request ended, in the OpenAI API's terms where it has one."""
-
-
-class RequestStatus(Enum):
-    """Where a request is in its life.
-
-    SWAPPED is a waiting request that was preempted, and whose KV was copied to the tiers.
-    """
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    SWAPPED = "swapped"
-    FINISHED_STOPPED = "stop"
-    FINISHED_LENGTH_CAPPED = "length"
-    FINISHED_ABORTED = "abort"
-    FINISHED_LATE = "deadline"
-    FINISHED_ERROR = "error"
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the request will never run again."""
-        return self.name.startswith("FINISHED")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,20 +76,6 @@ class StepCost:
             + self.prefill_ns * work.num_prefills
         )
 
-    def num_tokens_within(self, duration_ns: float, start: int) -> int:
-        """Return how many tokens of one sequence, after its first `start`, take at most this long.
-
-        The base does not count: n tokens take n · token + (start + n) · kv + n · (start + n ÷ 2) · pair + seq
-        + prefill.
-        """
-        left = duration_ns - self.seq_ns - self.prefill_ns - self.kv_token_ns * start
-        linear = self.token_ns + self.kv_token_ns + self.pair_ns * start
-        if left <= 0:
-            return 0
-        # The root of a quadratic, in the form that subtracts nothing and so also holds without pairs.
-        divisor = linear + (linear * linear + 2 * self.pair_ns * left) ** 0.5
-        return int(min(2 * left / divisor, 1 << 30)) if divisor else 1 << 30
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepCostMetrics:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 
-from sagellm.core.logging import get_logger
+from sagellm.core import get_logger
 from sagellm.core.runtime import Clock
 
 TraceValue = str | int | float | bool | None

@@ -12,8 +12,8 @@ import typer
 from typer.core import TyperGroup
 
 from sagellm.core import get_logger
-from sagellm.core.logging import is_json
 from sagellm.engines.cli.streams import is_utf8
+from sagellm.engines.logging import is_json
 
 
 def new_app(help_text: str, group: type[TyperGroup] = TyperGroup) -> typer.Typer:

@@ -14,8 +14,8 @@ import typer
 from typer.main import get_command
 
 from sagellm.core import SageLLMError, get_logger
-from sagellm.core.logging import is_json
 from sagellm.engines.cli.streams import use_unicode
+from sagellm.engines.logging import is_json
 from sagellm.engines.usage_errors import USAGE_ERRORS
 
 FAILED = 1

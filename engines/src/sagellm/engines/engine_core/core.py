@@ -22,14 +22,12 @@ from sagellm.core import (
     OutOfBlocksError,
     PluginError,
     PluginRegistry,
-    RequestStatus,
     Runtime,
     SequenceId,
     StepWork,
     TokenOutput as TokenOutput,
     get_logger,
 )
-from sagellm.core.logging import fields
 from sagellm.core.protocols.engine import STEP_TOKEN_BOUNDS, EngineSequence, PromptScores
 from sagellm.core.protocols.step import CopyBlocks, KVOp, Seat
 from sagellm.core.request import RequestRecord, StepRecord
@@ -39,10 +37,11 @@ from sagellm.engines.engine_core.observers import Observers
 from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.predictions import Predictions
 from sagellm.engines.engine_core.scheduler import Scheduler
-from sagellm.engines.engine_core.sequence import Sequence
+from sagellm.engines.engine_core.sequence import RequestStatus, Sequence
 from sagellm.engines.engine_core.step_cost_fit import StepCostFit, work_of
 from sagellm.engines.engine_core.step_runner import PlannedStep, StepResult, StepRunner
 from sagellm.engines.engine_core.step_tokens import StepTokens
+from sagellm.engines.logging import fields
 from sagellm.engines.sampling.stop import check_stop_conditions
 from sagellm.engines.tracing import NullTrace, TraceWriter
 from sagellm.engines.worker.execution_graph import ExecutionGraph

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sagellm.core import Decision, RequestId, RequestStatus, SchedulePlan, SequenceId
+from sagellm.core import Decision, RequestId, SchedulePlan, SequenceId
 from sagellm.core.protocols.scheduler_ir import Admission, DeferredReason
 from sagellm.core.protocols.step import Seat
 from sagellm.engines.engine_core.decision_events import (
@@ -29,7 +29,7 @@ from sagellm.engines.engine_core.decision_events import (
     WaitReason,
 )
 from sagellm.engines.engine_core.seats import Seats
-from sagellm.engines.engine_core.sequence import Sequence
+from sagellm.engines.engine_core.sequence import RequestStatus, Sequence
 
 MAX_FINISHED = 2048
 """Sequences that are remembered after their end."""

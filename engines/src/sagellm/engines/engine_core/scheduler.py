@@ -14,7 +14,6 @@ from sagellm.core import (
     PassError,
     PrefixHit,
     RequestRows,
-    RequestStatus,
     SchedulePlan,
     ScheduleRequest,
     SchedulerIRProtocol,
@@ -29,7 +28,7 @@ from sagellm.engines.engine_core.decision_log import DecisionLog
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.seats import Places, RemainingColumns
-from sagellm.engines.engine_core.sequence import Sequence
+from sagellm.engines.engine_core.sequence import RequestStatus, Sequence
 from sagellm.engines.engine_core.step_runner import PlannedStep
 from sagellm.engines.engine_core.waiting import WaitingRows, place_of, schedule_request
 

@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Self
 
-from sagellm.core import EMPTY, BlockId, PrefixMatch, Request, RequestStatus, SequenceId, TokenIds
+from sagellm.core import EMPTY, BlockId, PrefixMatch, Request, SequenceId, TokenIds
 from sagellm.core.protocols.engine import EngineSequence, PromptScores
 from sagellm.core.protocols.step import Seat
 from sagellm.core.tenant import hash_of
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.sampling.params import SamplingParams
+
+
+class RequestStatus(Enum):
+    """Where a request is in its life.
+
+    SWAPPED is a waiting request that was preempted, and whose KV was copied to the tiers.
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH_CAPPED = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_LATE = "deadline"
+    FINISHED_ERROR = "error"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request will never run again."""
+        return self.name.startswith("FINISHED")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -8,7 +8,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from sagellm.core import FinishReason, RequestId, Runtime, SequenceId, TokenOutput, get_logger
-from sagellm.core.logging import fields
+from sagellm.engines.logging import fields
 from sagellm.engines.logprobs import Logprobs, PendingScores, PromptLogprobs
 from sagellm.engines.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sagellm.engines.requests.queued_request import QueuedRequest

@@ -78,7 +78,7 @@ def with_keys(loaded: LoadedConfig) -> EngineConfig:
 
 def configure_log(config: EngineConfig, level: str) -> None:
     """Begin to log as the settings say. Raises ConfigError for an unknown level."""
-    from sagellm.core.logging import configure
+    from sagellm.engines.logging import configure
 
     log_format = config.server.log_format
     configure(level, as_json=None if log_format is None else log_format == "json")

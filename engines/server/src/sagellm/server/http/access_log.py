@@ -8,7 +8,7 @@ from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import get_logger
-from sagellm.core.logging import fields
+from sagellm.engines.logging import fields
 from sagellm.server.http.access_control import METRICS_PATH, OPEN_PATHS
 from sagellm.server.http.errors import APIError, printable
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sagellm.core import Namespace, Tenant, get_logger
-from sagellm.core.logging import fields
+from sagellm.engines.logging import fields
 from sagellm.engines.requests.input_processor import RequestOptions
 from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams

@@ -20,10 +20,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from sagellm.core import DEFAULT_TENANT, EngineMetrics, get_logger
-from sagellm.core.logging import fields
 from sagellm.core.protocols.engine import STEP_TOKEN_BOUNDS
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_core.pass_failures import pass_failures
+from sagellm.engines.logging import fields
 from sagellm.engines.requests.outputs import RequestMetrics, RequestOutput
 from sagellm.server.http.admission import TenantUse
 from sagellm.server.http.engine_front import EngineFront

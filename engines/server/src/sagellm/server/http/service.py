@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import Struct
 
 from sagellm.core import get_logger
-from sagellm.core.logging import fields
+from sagellm.engines.logging import fields
 from sagellm.engines.text.limits import max_characters_of
 from sagellm.server.http.admission import Admission
 from sagellm.server.http.body_params import has_two_limits

@@ -17,10 +17,10 @@ from typing import IO, Any, NamedTuple, Protocol, TypeAlias
 
 from sagellm.core import ConfigError, EngineDeadError
 from sagellm.core.chaos import flaky
-from sagellm.core.logging import is_json
 from sagellm.core.runtime_folder import own_folder
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_client import RESPONSIVE_S
+from sagellm.engines.logging import is_json
 from sagellm.server.chaos import child_environment
 from sagellm.server.remote.heartbeat import Heartbeat
 from sagellm.server.remote.links import Links

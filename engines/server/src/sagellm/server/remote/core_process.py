@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core import SageLLMError, get_logger
 from sagellm.core.chaos import flaky_socket
-from sagellm.core.logging import configure
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.logging import configure
 from sagellm.engines.usage_errors import USAGE_ERRORS
 from sagellm.server.memory import keep_returning_memory
 from sagellm.server.remote.heartbeat import Heartbeat

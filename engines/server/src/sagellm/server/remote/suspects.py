@@ -9,7 +9,7 @@ from hashlib import blake2b
 from secrets import token_bytes
 
 from sagellm.core import DeadlyRequestError, RequestId, get_logger
-from sagellm.core.logging import fields
+from sagellm.engines.logging import fields
 from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.server.remote.frames import packed

@@ -75,4 +75,19 @@ def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float, m
     target_ns, fixed_ns = 1e6 * target_ms, decodes_ns + prompt_ns
     share_ns = min_share * target_ns
     least_ns = min(max(STRETCH * target_ns - fixed_ns, share_ns / 4), share_ns)
-    return cost.num_tokens_within(prompt_ns + max(target_ns - fixed_ns, least_ns), start)
+    return num_tokens_within(cost, prompt_ns + max(target_ns - fixed_ns, least_ns), start)
+
+
+def num_tokens_within(cost: StepCost, duration_ns: float, start: int) -> int:
+    """Return how many tokens of one sequence, after its first `start`, take at most this long.
+
+    The base does not count: n tokens take n · token + (start + n) · kv + n · (start + n ÷ 2) · pair + seq
+    + prefill.
+    """
+    left = duration_ns - cost.seq_ns - cost.prefill_ns - cost.kv_token_ns * start
+    linear = cost.token_ns + cost.kv_token_ns + cost.pair_ns * start
+    if left <= 0:
+        return 0
+    # The root of a quadratic, in the form that subtracts nothing and so also holds without pairs.
+    divisor = linear + (linear * linear + 2 * cost.pair_ns * left) ** 0.5
+    return int(min(2 * left / divisor, 1 << 30)) if divisor else 1 << 30
