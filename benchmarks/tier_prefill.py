@@ -8,6 +8,7 @@ computed, and as the rule chooses. MODEL is a directory, such as `benchmarks/mak
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import tempfile
 import time
@@ -16,6 +17,7 @@ from typing import Any
 from common import foreign_cores, output_flags, publish, spread
 
 from sagellm.core.protocols.kv_offload import FetchRule
+from sagellm.core.random_access import SystemRandomAccessFile
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.cli.output import columns
 from sagellm.kvmgr.kv_pool.offload import KVOffload
@@ -57,13 +59,19 @@ class Subject:
         self.ttft(prompt)
         self.kv.evict(10**6)
         if is_dropped:
-            self.tier.backend.file.drop_cache()
+            drop_cache(self.tier.backend.file)
         self.offload.rule = rule
         before = self.offload.metrics().num_fetched_blocks
         follow_up = [*prompt[: self.num_stored], 9, *self.some(self.num_tokens - self.num_stored - 1)]
         seconds = self.ttft(follow_up)
         self.kv.evict(10**6)
         return seconds, self.offload.metrics().num_fetched_blocks > before
+
+
+def drop_cache(file: SystemRandomAccessFile) -> None:
+    """Write back, then advise the system that it needs no page of the file."""
+    os.fdatasync(file._descriptor)
+    os.posix_fadvise(file._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:

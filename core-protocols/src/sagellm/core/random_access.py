@@ -43,10 +43,6 @@ class RandomAccessFile(ABC):
         """Say whether a range can be read from memory, without the device. A guess from its ends."""
 
     @abstractmethod
-    def drop_cache(self) -> None:
-        """Make the system drop its cached pages of the file."""
-
-    @abstractmethod
     def close(self) -> None:
         """Close it. Idempotent."""
 
@@ -110,12 +106,6 @@ class SystemRandomAccessFile(RandomAccessFile):
         except OSError:  # it would block, or the file system does not support the flag
             return False
 
-    def drop_cache(self) -> None:
-        """Write back, then advise the system that nothing is needed."""
-        os.fdatasync(self._descriptor)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
     def __del__(self) -> None:
         self.close()
 
@@ -160,9 +150,6 @@ class MemoryRandomAccessFile(RandomAccessFile):
     def is_resident(self, offset: int, size: int) -> bool:
         """Say yes."""
         return True
-
-    def drop_cache(self) -> None:
-        """Do nothing: there is no cache."""
 
     def close(self) -> None:
         """Do nothing."""

@@ -37,13 +37,13 @@ class BlockInfo:
 class KVPoolMetrics:
     """Counts of a pool, in blocks."""
 
-    total_blocks: int
-    num_free_blocks: int
-    num_shared_blocks: int  # with more than one reference
-    num_allocations: int  # calls that got blocks: of allocate, and of copy_on_write if it took one
-    num_failed_allocations: int
-    num_evicted_blocks: int  # freed through evict_if_needed
-    external_fragmentation: float
+    total_blocks: int = 0
+    num_free_blocks: int = 0
+    num_shared_blocks: int = 0  # with more than one reference
+    num_allocations: int = 0  # calls that got blocks: of allocate, and of copy_on_write if it took one
+    num_failed_allocations: int = 0
+    num_evicted_blocks: int = 0  # freed through evict_if_needed
+    external_fragmentation: float = 0.0
     largest_free_run: int = 0
     num_misplaced_blocks: int = 0  # in use where a compacted pool has none; compaction moves them
     num_moved_blocks: int = 0  # by `move`, so far
@@ -236,15 +236,7 @@ class NullKVPool(KVPoolProtocol):
 
     def metrics(self) -> KVPoolMetrics:
         """Return zeros."""
-        return KVPoolMetrics(
-            total_blocks=0,
-            num_free_blocks=0,
-            num_shared_blocks=0,
-            num_allocations=0,
-            num_failed_allocations=0,
-            num_evicted_blocks=0,
-            external_fragmentation=0.0,
-        )
+        return KVPoolMetrics()
 
     def check_integrity(self) -> None:
         """Nothing can be wrong."""

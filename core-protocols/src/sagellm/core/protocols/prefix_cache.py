@@ -182,16 +182,16 @@ class TenantUsage:
 class PrefixCacheMetrics:
     """Counts since the cache was made. Token hit rate = hit tokens ÷ looked-up tokens."""
 
-    num_lookups: int
-    num_hits: int  # lookups that matched at least one token
-    num_lookup_tokens: int
-    num_hit_tokens: int
-    num_nodes: int
-    num_blocks: int  # full and partial ones; the sum over all tenants
-    num_locked_blocks: int
-    max_blocks: int
-    num_inserted_blocks: int
-    num_evicted_blocks: int  # all that left, including replaced partial ones
+    num_lookups: int = 0
+    num_hits: int = 0  # lookups that matched at least one token
+    num_lookup_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_nodes: int = 0
+    num_blocks: int = 0  # full and partial ones; the sum over all tenants
+    num_locked_blocks: int = 0
+    max_blocks: int = 0
+    num_inserted_blocks: int = 0
+    num_evicted_blocks: int = 0  # all that left, including replaced partial ones
     num_partial_blocks: int = 0  # of the blocks, those that are not full
     num_inserted_partial_blocks: int = 0
     num_partial_hit_tokens: int = 0  # of the hit tokens, those in a block that matched in part
@@ -460,18 +460,7 @@ class NullPrefixCache(PrefixCacheProtocol):
 
     def metrics(self) -> PrefixCacheMetrics:
         """Return the lookups, all of them misses."""
-        return PrefixCacheMetrics(
-            num_lookups=self._num_lookups,
-            num_hits=0,
-            num_lookup_tokens=self._num_lookup_tokens,
-            num_hit_tokens=0,
-            num_nodes=0,
-            num_blocks=0,
-            num_locked_blocks=0,
-            max_blocks=0,
-            num_inserted_blocks=0,
-            num_evicted_blocks=0,
-        )
+        return PrefixCacheMetrics(num_lookups=self._num_lookups, num_lookup_tokens=self._num_lookup_tokens)
 
     def check_integrity(self) -> None:
         """Nothing can be wrong."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +28,21 @@ class Cache:
 
 @dataclass(frozen=True, kw_only=True)
 class CPU:
-    """The processors. `flags` are those that choose kernels (avx512f, amx_bf16, …)."""
+    """The processors, by default one that nothing is known of.
 
-    model: str
-    vendor: str
-    architecture: str
-    num_sockets: int
-    num_cores: int
-    num_threads: int
-    online_cpu_ids: tuple[int, ...]
-    allowed_cpu_ids: tuple[int, ...]  # of this process
-    caches: tuple[Cache, ...]
-    flags: tuple[str, ...]
+    `flags` are those that choose kernels (avx512f, amx_bf16, …).
+    """
+
+    model: str = ""
+    vendor: str = ""
+    architecture: str = ""
+    num_sockets: int = 1
+    num_cores: int = 1
+    num_threads: int = 1
+    online_cpu_ids: tuple[int, ...] = (0,)
+    allowed_cpu_ids: tuple[int, ...] = (0,)  # of this process
+    caches: tuple[Cache, ...] = ()
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +80,15 @@ class NetworkInterface:
 class Topology:
     """One machine. Memory limits are what this process may use, cgroup limits included."""
 
-    hostname: str
-    cpu: CPU
-    numa_nodes: tuple[NumaNode, ...]
-    gpus: tuple[GPU, ...]
-    links: tuple[Link, ...]
-    network: tuple[NetworkInterface, ...]
-    memory_bytes: int
-    memory_limit_bytes: int
-    memory_available_bytes: int
+    hostname: str = ""
+    cpu: CPU = field(default_factory=CPU)
+    numa_nodes: tuple[NumaNode, ...] = ()
+    gpus: tuple[GPU, ...] = ()
+    links: tuple[Link, ...] = ()
+    network: tuple[NetworkInterface, ...] = ()
+    memory_bytes: int = 0
+    memory_limit_bytes: int = 0
+    memory_available_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,30 +120,8 @@ class NullTopology(TopologyProtocol):
 
     def read(self) -> Topology:
         """Return one CPU and one NUMA node."""
-        cpu = CPU(
-            model="",
-            vendor="",
-            architecture="",
-            num_sockets=1,
-            num_cores=1,
-            num_threads=1,
-            online_cpu_ids=(0,),
-            allowed_cpu_ids=(0,),
-            caches=(),
-            flags=(),
-        )
         node = NumaNode(node_id=0, cpu_ids=(0,), memory_bytes=0, distances=(10,))
-        return Topology(
-            hostname="",
-            cpu=cpu,
-            numa_nodes=(node,),
-            gpus=(),
-            links=(),
-            network=(),
-            memory_bytes=0,
-            memory_limit_bytes=0,
-            memory_available_bytes=0,
-        )
+        return Topology(numa_nodes=(node,))
 
     def metrics(self) -> TopologyMetrics:
         """Return that nothing was read."""
