@@ -24,7 +24,6 @@ from sagellm.core import (
     StepCost,
 )
 from sagellm.core.protocols.request_rows import SCHEDULE_COLUMNS
-from sagellm.core.schedule_verifier import verify_rewrite
 from sagellm.kvmgr.scheduler_ir.passes import (
     AdmissionLimitPass,
     BatchingEfficiencyPass,
@@ -37,6 +36,7 @@ from sagellm.kvmgr.scheduler_ir.passes import (
     PrefixCacheAwarePass,
     PriorityBasedPass,
 )
+from sagellm.kvmgr.scheduler_ir.schedule_verifier import verify_rewrite
 
 PASSES: tuple[SchedulerPassProtocol, ...] = (
     BatchingEfficiencyPass(),

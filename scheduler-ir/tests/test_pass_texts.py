@@ -14,8 +14,8 @@ import pytest
 
 import sagellm.kvmgr.scheduler_ir.passes as every_pass
 from sagellm.core import SchedulerPassProtocol
-from sagellm.core.schedule_verifier import verify_rewrite
 from sagellm.kvmgr.scheduler_ir.schedule_text import schedule_from_text, schedule_to_text
+from sagellm.kvmgr.scheduler_ir.schedule_verifier import verify_rewrite
 
 FOLDER = Path(__file__).parent / "passes"
 

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.trace import *
     from sagellm.core.request import *
     from sagellm.core.runtime import *
-    from sagellm.core.schedule_verifier import *
     from sagellm.core.step_cost import *
     from sagellm.core.store_key import *
     from sagellm.core.tenant import *
@@ -115,7 +114,6 @@ _NAMES = {
     "protocols.trace": "Tokenize TraceReaderProtocol TraceRequest",
     "request": "FinishReason Request",
     "runtime": "Clock Randomness Runtime SystemClock VirtualClock",
-    "schedule_verifier": "verify_rewrite",
     "step_cost": "StepCost StepCostMetrics StepWork",
     "store_key": "StoreKey",
     "tenant": "DEFAULT_TENANT Tenant",

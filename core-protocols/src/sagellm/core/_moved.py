@@ -17,6 +17,7 @@ _MOVED = {
     "sagellm.core.late_kv_tier": "sagellm.lab.simulation.late_kv_tier",
     "sagellm.core.metrics": "sagellm.engines.metrics",
     "sagellm.core.schedule_text": "sagellm.kvmgr.scheduler_ir.schedule_text",
+    "sagellm.core.schedule_verifier": "sagellm.kvmgr.scheduler_ir.schedule_verifier",
     "sagellm.core.schedule_watchers": "sagellm.kvmgr.scheduler_ir.schedule_watchers",
     "sagellm.core.testing": "sagellm.testing",
     "sagellm.core.tracing": "sagellm.engines.tracing",
@@ -101,6 +102,7 @@ _MOVED_NAMES = {
     """,
     "sagellm.engines.worker.graph_text": "GraphShapes",
     "sagellm.kvmgr.scheduler_ir.schedule_text": "schedule_from_text schedule_to_text",
+    "sagellm.kvmgr.scheduler_ir.schedule_verifier": "verify_rewrite",
     "sagellm.kvmgr.scheduler_ir.schedule_watchers": "PASS_WATCHERS emit_ir print_changed",
 }
 """What `sagellm.core` itself had before 0.2, by the module that has it now."""

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
         schedule_from_text as schedule_from_text,
         schedule_to_text as schedule_to_text,
     )
+    from sagellm.kvmgr.scheduler_ir.schedule_verifier import (
+        verify_rewrite as verify_rewrite,
+    )
     from sagellm.kvmgr.scheduler_ir.schedule_watchers import (
         emit_ir as emit_ir,
         print_changed as print_changed,
@@ -52,6 +55,7 @@ _MODULE_OF = {
     "print_changed": ".schedule_watchers",
     "schedule_from_text": ".schedule_text",
     "schedule_to_text": ".schedule_text",
+    "verify_rewrite": ".schedule_verifier",
 }
 
 __all__ = sorted(["__version__", *_MODULE_OF])

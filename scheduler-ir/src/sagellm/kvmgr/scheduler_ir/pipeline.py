@@ -17,7 +17,7 @@ from sagellm.core.protocols.scheduler_ir import (
     SchedulerPassProtocol,
 )
 from sagellm.core.runtime import Clock, SystemClock
-from sagellm.core.schedule_verifier import verify_rewrite
+from sagellm.kvmgr.scheduler_ir.schedule_verifier import verify_rewrite
 
 _logger = get_logger(__name__)
 

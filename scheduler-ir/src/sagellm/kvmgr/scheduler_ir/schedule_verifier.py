@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from sagellm.core.errors import EngineError
 from sagellm.core.protocols.scheduler_ir import (
@@ -15,9 +18,6 @@ from sagellm.core.protocols.scheduler_ir import (
     Decision,
     ScheduleIR,
 )
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 
 class _BrokenRule(Exception):
@@ -114,8 +114,6 @@ def _check_number(decision: Decision, rule: str, least: int, most: int) -> None:
 
 def _check_rows(decision: Decision, num_rows: int) -> None:
     """Check that rows are positions, each named once, and that an order names all of them."""
-    import numpy as np
-
     rows, target = decision.rows, decision.target
     if getattr(rows, "ndim", None) != 1 or rows.dtype.kind not in "iu":
         raise _BrokenRule("rows are positions", f"it named {target} rows by {rows!r}")
