@@ -81,7 +81,7 @@ def _plan_of(ir: ScheduleIR) -> SchedulePlan:
 @cache
 def _scheduler() -> SchedulerIRProtocol:
     """Return the scheduler that runs passes here, and verifies what they decide: the engine's default."""
-    factory = PluginRegistry.load().resolve("scheduler", "base")
+    factory: Any = PluginRegistry.load().resolve("scheduler", "base")
     return cast(SchedulerIRProtocol, factory())
 
 
