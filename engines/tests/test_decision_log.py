@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from sagellm.core import (
 from sagellm.core.runtime import MemoryFiles
 from sagellm.engines import AsyncLLMEngine, SamplingParams
 from sagellm.engines.engine_core import decision_log, explanation
+from sagellm.engines.engine_core.sequence import Sequence
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -138,7 +140,7 @@ def test_a_thousand_who_wait_for_a_seat_share_one_range(make):
         engine.add_request([5, 6, 7], LONG)
     step(engine, 30)
     log = engine.client.core.scheduler.log
-    assert len(log._ranges) == 1
+    assert [cause.reason for change in log.changes for cause in change.causes] == ["seats"]
     assert waits(told(engine)[1]) == [("seats", 0, 29)]
     assert engine.explain().sequences[0].state == "waiting"
     assert engine.explain().prefix is None
@@ -159,7 +161,6 @@ def test_a_victim_is_told_for_whom_and_what_it_cost(make):
     assert preempted.num_computed_tokens == preempted.num_wasted_tokens == victim.num_wasted_tokens > 50
     assert winner.preempted_for_it == (victim.sequence_id,)
     assert victim.num_preemptions == len(kinds["queued"]) - 1 == 1
-    assert engine.client.core.scheduler.log.num_wasted_tokens == victim.num_wasted_tokens
 
 
 def test_what_the_cache_still_has_of_a_victim_is_not_wasted(make):
@@ -335,8 +336,9 @@ def test_no_prompt_is_kept_after_the_end(make):
     engine.add_request(PROMPT, GREEDY)
     run(engine)
     (story,) = engine.client.core.scheduler.log.stories()
-    assert story.sequence is None
-    assert not any(isinstance(fact, Sized) and len(fact) >= len(PROMPT) for fact in story.facts[2:])
+    held = [*story.facts[2:], *story.events]
+    assert not any(isinstance(fact, Sized) and len(fact) >= len(PROMPT) for fact in held)
+    assert not any(isinstance(each, Sequence) for each in gc.get_referents(story))
 
 
 def test_many_events_of_one_sequence_keep_its_beginning_and_its_end(make, monkeypatch):
@@ -354,35 +356,17 @@ def test_many_events_of_one_sequence_keep_its_beginning_and_its_end(make, monkey
 
 
 def test_waits_that_are_forgotten_say_so(make, monkeypatch):
-    monkeypatch.setattr(decision_log, "MAX_RANGE_BYTES", 600)  # two ranges
+    monkeypatch.setattr(decision_log, "MAX_CHANGE_BYTES", 600)  # two changes
     engine = make(num_blocks=24, max_num_batched_tokens=32, max_num_seqs=3, enable_prefix_caching=False)
     ids = [engine.add_request(PROMPT, LONG) for _ in range(6)]
     run(engine)
     log = engine.client.core.scheduler.log
-    assert len(log._ranges) == 2
+    assert len(log.changes) == 2
     assert any("forgotten" in told(engine, each)[0].waited_ns for each in ids)
 
 
-def test_waits_that_explain_nobody_who_is_remembered_are_dropped(make, monkeypatch):
-    monkeypatch.setattr(decision_log, "MAX_FINISHED", 12)
-    engine = make(num_blocks=24, max_num_batched_tokens=32, max_num_seqs=3, enable_prefix_caching=False)
-    log = engine.client.core.scheduler.log
-    found = []
-    for many in (10**6, 4):
-        monkeypatch.setattr(decision_log, "_MANY_RANGES", many)
-        log._many_ranges = many
-        for _ in range(8):
-            ids = [engine.add_request(PROMPT, LONG) for _ in range(6)]
-            run(engine)
-        found.append(([told(engine, each)[0].waited_ns for each in ids], len(log._ranges)))
-    (kept, many_ranges), (dropped, few_ranges) = found
-    assert kept == dropped
-    assert not any("forgotten" in each for each in dropped)
-    assert few_ranges <= many_ranges / 2
-
-
 def test_the_rows_that_passes_defer_count_against_the_bytes(make, monkeypatch):
-    monkeypatch.setattr(decision_log, "MAX_RANGE_BYTES", 20_000)
+    monkeypatch.setattr(decision_log, "MAX_CHANGE_BYTES", 20_000)
     engine = make()
     engine.client.core.scheduler._ir.add_optimization_pass(
         Rewrite(lambda ir: ir.defer(range(ir.step % 2, len(ir.pending)), "in turn") if ir.step < 20 else ir)
@@ -391,8 +375,9 @@ def test_the_rows_that_passes_defer_count_against_the_bytes(make, monkeypatch):
         engine.add_request([5, 6], SamplingParams(temperature=0.0, max_tokens=1))
     step(engine, 20)
     log = engine.client.core.scheduler.log
-    assert log._range_bytes == sum(256 + (0 if one.keys is None else one.keys.nbytes) for one in log._ranges)
-    assert 0 < log._range_bytes <= 20_000
+    deferred = [cause.keys.nbytes for change in log.changes for cause in change.causes if cause.detail]
+    assert log._change_bytes == 256 * len(log.changes) + sum(deferred)
+    assert 0 < sum(deferred) <= 20_000
 
 
 def test_admissions_that_fail_for_lack_of_blocks_are_waits_for_blocks(make, monkeypatch):

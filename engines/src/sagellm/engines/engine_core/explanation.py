@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from sagellm.core import SageLLMError
 from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.engine_core.decision_events import Admitted, Event, Finished, Preempted, Queued, Waited
-from sagellm.engines.engine_core.decision_log import DecisionLog, Story, WaitRange
+from sagellm.engines.engine_core.decision_log import Cause, Change, DecisionLog, Story
 from sagellm.engines.engine_core.kv_admin import CacheAdmin
 from sagellm.engines.engine_core.request_log import find_id
 
@@ -99,9 +99,21 @@ class _Waiting(NamedTuple):
     last_step: int
 
 
+@dataclass(slots=True)
+class _Range:
+    """Steps in a row, [first_step, last_step], that did not admit sequences for one cause."""
+
+    cause: Cause
+    first_step: int
+    begun_ns: int
+    last_step: int = -1
+    ended_ns: int = -1  # when the step after the last one was planned
+
+
 def _explain(log: DecisionLog, story: Story, stories: Seq[Story], now_ns: int) -> SequenceExplanation:
     intervals = list(_waiting(story, now_ns))
-    waits = [each for interval in intervals for each in _waits(log, story, interval)]
+    ranges = _ranges(log, story.facts.key, now_ns)
+    waits = [each for interval in intervals for each in _waits(story, interval, ranges, log.forgotten_ns)]
     waited: dict[str, int] = {}
     for wait in waits:
         reason = f"pass {wait.made_by}: {wait.detail}" if wait.reason == "pass" else wait.reason
@@ -125,9 +137,9 @@ def _explain(log: DecisionLog, story: Story, stories: Seq[Story], now_ns: int) -
         overtaken_by=tuple(overtaken_by[:MAX_LISTED]),
         num_preempted_for_it=len(victims),
         preempted_for_it=tuple(victims[:MAX_LISTED]),
-        num_preemptions=story.facts.num_preemptions,
+        num_preemptions=story.num_preemptions,
         num_wasted_tokens=sum(
-            event.num_wasted_tokens or 0 for event in story.events if isinstance(event, Preempted)
+            event.num_wasted_tokens or 0 for event in others if isinstance(event, Preempted)
         ),
     )
 
@@ -147,7 +159,29 @@ def _waiting(story: Story, now_ns: int) -> Iterator[_Waiting]:
         yield _Waiting(arrival_ns + queued.at_ns, now_ns, queued.step + 1, 1 << 62)
 
 
-def _waits(log: DecisionLog, story: Story, interval: _Waiting) -> list[Waited]:
+def _ranges(log: DecisionLog, key: int, now_ns: int) -> tuple[list[_Range], list[_Range]]:
+    """Return the ranges in which passes deferred a sequence, and those of all others, by time."""
+    own: list[_Range] = []
+    others: list[_Range] = []
+    last: dict[Cause, _Range] = {}  # of the last change
+    for change, following in pairwise((*log.changes, Change(log.step + 1, now_ns, []))):
+        if following.step == change.step:
+            continue
+        before, last = last, {}
+        for cause in change.causes:
+            if cause.keys is not None and key not in cause.keys:
+                continue
+            if (each := before.get(cause)) is None:
+                each = _Range(cause, change.step, change.at_ns)
+                (others if cause.keys is None else own).append(each)
+            each.last_step, each.ended_ns = following.step - 1, following.at_ns
+            last[cause] = each
+    return own, others
+
+
+def _waits(
+    story: Story, interval: _Waiting, ranges: Iterable[Seq[_Range]], forgotten_ns: int
+) -> list[Waited]:
     """Return why a sequence waited in an interval, without gaps.
 
     A fetch takes precedence over a pass that deferred the sequence, and that over what ended the step's
@@ -161,11 +195,11 @@ def _waits(log: DecisionLog, story: Story, interval: _Waiting) -> list[Waited]:
         replace(event, at_ns=begun_ns - arrival_ns, duration_ns=ended_ns - begun_ns)
         for event, begun_ns, ended_ns in fetched
     ]
-    for ranges in log.ranges(story.facts.key):
-        covered, left = _cut(left, [(each, each.begun_ns, each.ended_ns) for each in ranges])
+    for some in ranges:
+        covered, left = _cut(left, [(each, each.begun_ns, each.ended_ns) for each in some])
         found += [_waited(piece, interval, arrival_ns) for piece in covered]
     for begun_ns, ended_ns in left:
-        is_forgotten = begun_ns < log.forgotten_ns
+        is_forgotten = begun_ns < forgotten_ns
         found.append(
             Waited(
                 at_ns=begun_ns - arrival_ns,
@@ -176,22 +210,23 @@ def _waits(log: DecisionLog, story: Story, interval: _Waiting) -> list[Waited]:
     return sorted(found, key=lambda wait: wait.at_ns)
 
 
-def _waited(piece: tuple[WaitRange, int, int], interval: _Waiting, arrival_ns: int) -> Waited:
+def _waited(piece: tuple[_Range, int, int], interval: _Waiting, arrival_ns: int) -> Waited:
     each, begun_ns, ended_ns = piece
+    cause = each.cause
     first, last = max(each.first_step, interval.first_step), min(each.last_step, interval.last_step)
     if last < first:  # it arrived after the only step of this range was planned
         return Waited(at_ns=begun_ns - arrival_ns, duration_ns=ended_ns - begun_ns, reason="step")
     return Waited(
         at_ns=begun_ns - arrival_ns,
         duration_ns=ended_ns - begun_ns,
-        reason=each.reason,
+        reason=cause.reason,
         first_step=first,
         last_step=last,
         num_steps=last - first + 1,
-        made_by=each.made_by,
-        detail=each.detail,
-        least=each.least,
-        most=each.most,
+        made_by=cause.made_by,
+        detail=cause.detail,
+        least=cause.least,
+        most=cause.most,
     )
 
 
