@@ -42,9 +42,9 @@ NOT_RUN = {
     "python benchmarks/first_byte.py MODEL --peer llamacpp=ENV/bin/python": PEERS,
     "python benchmarks/forward_peers.py MODEL --peer vllm=ENV/bin/python --peer llamacpp=ENV/bin/python "
     "--peer transformers": PEERS,
-    "sage llm benchmark --model MODEL --workload mixed --duration 300 --num-blocks 2000 "
+    "sage llm bench peers --model MODEL --workload mixed --duration 300 --num-blocks 2000 "
     "--peer vllm=ENV/bin/python": PEERS,
-    "sage llm benchmark --model MODEL --rate 1.5 --peer vllm=http://127.0.0.1:9000/v1 "
+    "sage llm bench peers --model MODEL --rate 1.5 --peer vllm=http://127.0.0.1:9000/v1 "
     "--goodput ttft:500": PEERS,
     "sage llm generate --model MODEL --device cuda --forward-backend cuda --executor overlapped "
     '"Once upon a time"': "needs a GPU",

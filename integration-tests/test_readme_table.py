@@ -79,7 +79,7 @@ def test_each_target_stands_beside_a_command_that_exists(readme_table, target):
     (row, *_) = (one for one in readme_table.TARGETS if target in one.what)
     for command in row.commands.split(", "):
         script = ROOT / "benchmarks" / command.split()[0]
-        assert script.exists() or command == "sage llm benchmark"
+        assert script.exists() or command == "sage llm bench peers"
 
 
 def test_rows_that_a_peer_wins_are_in_the_tables(readme_table):

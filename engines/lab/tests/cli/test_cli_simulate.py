@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from sagellm.core import TraceRequest
-from sagellm.lab.simulation.plot import _draw_sharing
+from sagellm.lab.plots import _draw_sharing
 from sagellm.lab.traces import write_trace
 
 OTHER_LRU = """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,15 +13,16 @@ import typer
 from sagellm.core import ConfigError
 from sagellm.core.plugins.option_text import split
 from sagellm.engines.cli.engine_flags import ConfigFile, setting_flag
-from sagellm.engines.cli.flags import make_flag, with_flags
+from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.targets import Overwrite, check_targets
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.progress import progress_bar
-from sagellm.engines.whole_file import whole_file
+from sagellm.lab.cli.flags import AsJSON, flag
 from sagellm.lab.cli.simulate_faults import FAULT_FLAGS, simulate_faults
 from sagellm.lab.cli.simulate_serving import SERVING_FLAGS, ServingTargets, simulate_serving
+from sagellm.lab.files import write_json_lines
 from sagellm.lab.plots import check_plot
 
 if TYPE_CHECKING:
@@ -36,16 +35,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 _HEAD = ("POLICY", "CAPACITY", "SAVED", "GAP CLOSED", "SHARED", "PER REQUEST", "RE-PREFILL", "USED")
 
 
-def _flag(name: str, kind: Any, metavar: str, text: str, **limits: Any) -> inspect.Parameter:
-    option: Any = typer.Option(
-        f"--{name.replace('_', '-')}", metavar=metavar, help=text, show_default=False, **limits
-    )
-    return make_flag(name, kind, option)
-
-
 SIMULATE_FLAGS = (
-    _flag("capacity", list[str], "LIST", "Blocks of KV: 1000,5000,10000."),
-    _flag(
+    flag("capacity", list[str], "LIST", "Blocks of KV: 1000,5000,10000."),
+    flag(
         "eviction_policy",
         list[str],
         "LIST",
@@ -53,17 +45,17 @@ SIMULATE_FLAGS = (
         autocompletion=complete_providers("eviction_policy"),
     ),
     setting_flag("prefix_cache", "prefix_cache.name"),
-    _flag("block_size", int, "INT", "Tokens in a block; else the trace's own, else 16.", min=1),
-    _flag(
+    flag("block_size", int, "INT", "Tokens in a block; else the trace's own, else 16.", min=1),
+    flag(
         "reader",
         str,
         "NAME",
         "The trace's reader; else the file shows its format.",
         autocompletion=complete_providers("trace_reader"),
     ),
-    _flag("limit", int, "INT", "Replay only this many of its requests.", min=1),
-    _flag("plot", Path, "FILE", "Draw what is saved and shared (PNG, SVG, …)."),
-    _flag("requests", Path, "FILE", "Write what became of each request (JSON lines)."),
+    flag("limit", int, "INT", "Replay only this many of its requests.", min=1),
+    flag("plot", Path, "FILE", "Draw what is saved and shared (PNG, SVG, …)."),
+    flag("requests", Path, "FILE", "Write what became of each request (JSON lines)."),
     *SERVING_FLAGS,
     *FAULT_FLAGS,
 )
@@ -84,7 +76,7 @@ def simulate(  # noqa: PLR0913
         bool, typer.Option(help="Also replay LRU and the optimum; with --passes, also the default passes.")
     ] = True,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJSON = False,
     config: ConfigFile = None,
     **options: Any,
 ) -> None:
@@ -154,7 +146,12 @@ def _replay(
     if plot is not None:
         _plot(plot, found, f"{trace.name}: {len(requests):,} requests, blocks of {found.block_size} tokens")
     if requests_file is not None:
-        _write_requests(requests_file, found.runs)
+        rows = (
+            {"eviction_policy": each.eviction_policy, "capacity": each.capacity} | asdict(request)
+            for each in found.runs
+            for request in each.requests
+        )
+        write_json_lines(requests_file, rows, "requests")
     if as_json:
         print_json(_as_json(trace, found))
     else:
@@ -233,8 +230,8 @@ def _as_json(trace: Path, found: Simulation) -> dict[str, Any]:
 
 
 def _plot(path: Path, found: Simulation, title: str) -> None:
+    from sagellm.lab.plots import plot_replays
     from sagellm.lab.simulation.figures import sharing_fractions
-    from sagellm.lab.simulation.plot import plot_replays
 
     savings: dict[str, list[tuple[int, float]]] = {}
     for run in found.runs:
@@ -244,14 +241,3 @@ def _plot(path: Path, found: Simulation, title: str) -> None:
         run.eviction_policy: sharing_fractions(run.requests) for run in found.runs if run.capacity == largest
     }
     plot_replays(path, title=title, savings=savings, upper_bound=found.upper_bound, sharing=sharing)
-
-
-def _write_requests(path: Path, runs: Sequence[CacheRun]) -> None:
-    try:
-        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
-            for run in runs:
-                head = {"eviction_policy": run.eviction_policy, "capacity": run.capacity}
-                for request in run.requests:
-                    file.write(json.dumps(head | asdict(request), separators=(",", ":")) + "\n")
-    except OSError as error:
-        raise ConfigError(f"the requests cannot be written to {path}") from error

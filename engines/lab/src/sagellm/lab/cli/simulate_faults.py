@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,20 +10,14 @@ from typing import Any
 import typer
 
 from sagellm.core import ConfigError
-from sagellm.engines.cli.flags import make_flag
 from sagellm.engines.cli.output import print_json
 from sagellm.engines.progress import progress_bar
-
-
-def _flag(name: str, kind: Any, metavar: str | None, text: str, **limits: Any) -> inspect.Parameter:
-    option: Any = typer.Option(f"--{name}", metavar=metavar, help=text, show_default=False, **limits)
-    return make_flag(name, kind, option)
-
+from sagellm.lab.cli.flags import flag
 
 FAULT_FLAGS = (
-    _flag("seeds", int, "INT", "With --faults: run this many seeds; default 100.", min=1),
-    _flag("first", int, "INT", "With --faults: the first seed; default 0.", min=0),
-    _flag("only", str, "LIST", "With --faults: only these events of the seed's: 3,7,12."),
+    flag("seeds", int, "INT", "With --faults: run this many seeds; default 100.", min=1),
+    flag("first", int, "INT", "With --faults: the first seed; default 0.", min=0),
+    flag("only", str, "LIST", "With --faults: only these events of the seed's: 3,7,12."),
 )
 """Flags that `--faults` reads besides `--json`."""
 

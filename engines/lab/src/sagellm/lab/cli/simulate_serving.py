@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,11 +14,11 @@ import typer
 from sagellm.core import ConfigError, ProviderSpec
 from sagellm.core.plugins.option_text import split
 from sagellm.engines.cli.engine_flags import setting_flag
-from sagellm.engines.cli.flags import make_flag
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.progress import progress_bar
-from sagellm.engines.whole_file import whole_file
+from sagellm.lab.cli.flags import flag
+from sagellm.lab.files import write_json_lines
 
 if TYPE_CHECKING:
     from sagellm.core import LifetimeMetrics, TraceRequest
@@ -27,24 +26,13 @@ if TYPE_CHECKING:
     from sagellm.lab.simulation.serving import ServingRun
     from sagellm.lab.simulation.serving_figures import ServingFigures, Tail
 
-_GROUP = "Serving (with --cost)"
 _HEAD = (
     "PASSES", "GOODPUT/S", "TOKENS/S", "TTFT MEAN", "P50", "P99", "TPOT MEAN", "WAIT P99", "HIT RATE",
     "RE-PREFILL", "BATCHING", "LOWERED", "PREEMPTED", "JAIN",
 )  # fmt: skip
 
 
-def _flag(name: str, kind: Any, metavar: str, text: str, **limits: Any) -> inspect.Parameter:
-    option: Any = typer.Option(
-        f"--{name.replace('_', '-')}",
-        metavar=metavar,
-        help=text,
-        show_default=False,
-        rich_help_panel=_GROUP,
-        **limits,
-    )
-    return make_flag(name, kind, option)
-
+_flag = partial(flag, group="Serving (with --cost)")
 
 _SETTINGS = {
     "num_blocks": "kv.num_blocks",
@@ -270,15 +258,9 @@ def _as_json(trace: Path, source: str, found: Mapping[str, ServingRun]) -> dict[
 
 def _write(found: Mapping[str, ServingRun], targets: ServingTargets, title: str) -> None:
     if targets.plot is not None:
-        from sagellm.lab.simulation.serving_plot import plot_serving
+        from sagellm.lab.plots import plot_serving
 
         plot_serving(targets.plot, {name: run.requests for name, run in found.items()}, title=title)
-    if targets.requests is None:
-        return
-    try:
-        with whole_file(targets.requests) as partial, partial.open("w", encoding="utf-8") as file:
-            for name, run in found.items():
-                for request in run.requests:
-                    file.write(json.dumps({"passes": name} | asdict(request), separators=(",", ":")) + "\n")
-    except OSError as error:
-        raise ConfigError(f"the requests cannot be written to {targets.requests}") from error
+    if targets.requests is not None:
+        rows = ({"passes": name} | asdict(request) for name, run in found.items() for request in run.requests)
+        write_json_lines(targets.requests, rows, "requests")

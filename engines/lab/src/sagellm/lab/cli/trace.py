@@ -10,39 +10,32 @@ import typer
 
 from sagellm.core import ConfigError
 from sagellm.engines.cli.figures import figures_table
-from sagellm.engines.cli.flags import make_flag, with_flags
+from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.output import new_app, print_json
 from sagellm.engines.cli.targets import check_targets
 from sagellm.engines.metrics.latency import percentile
 from sagellm.engines.progress import progress_bar
+from sagellm.lab.cli.flags import AsJSON, flag
 
 if TYPE_CHECKING:
     from sagellm.core import TraceRequest
 
 app = new_app("Make traces of load, and show what is in one.")
 
-_LENGTHS = frozenset({"turns", "user_len", "output_len", "think_s"})
-_FLAGS: dict[str, tuple[Any, str, str]] = {
-    "num_requests": (int, "INT", "Requests. [default: 100]"),
-    "turns": (str, "LENGTHS", "Turns of a conversation; 1 makes single-turn requests. [default: 5]"),
-    "system_len": (int, "INT", "Tokens that all prompts begin with. [default: 0]"),
-    "user_len": (str, "LENGTHS", "Tokens that a client sends in a turn. [default: lognormal:140:0.5]"),
-    "output_len": (str, "LENGTHS", "Tokens of an answer. [default: lognormal:140:0.5]"),
-    "think_s": (str, "LENGTHS", "Seconds between an answer and the next turn. [default: lognormal:60:0.9]"),
-    "rate": (float, "FLOAT", "Conversations that begin per second. [default: 1]"),
-    "tokens_per_s": (float, "FLOAT", "Tokens of an answer per second. [default: 50]"),
-    "num_tenants": (int, "INT", "Tenants that conversations are dealt to. [default: 1]"),
-    "vocab_size": (int, "INT", "Token ids are drawn below this. [default: 4000]"),
-    "seed": (int, "INT", "The same seed makes the same trace. [default: 0]"),
-}
-
-GENERATE_FLAGS = tuple(
-    make_flag(
-        name,
-        kind,
-        typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, show_default=False),
-    )
-    for name, (kind, metavar, text) in _FLAGS.items()
+GENERATE_FLAGS = (
+    flag("num_requests", int, "INT", "Requests. [default: 100]"),
+    flag("turns", str, "LENGTHS", "Turns of a conversation; 1 makes single-turn requests. [default: 5]"),
+    flag("system_len", int, "INT", "Tokens that all prompts begin with. [default: 0]"),
+    flag("user_len", str, "LENGTHS", "Tokens that a client sends in a turn. [default: lognormal:140:0.5]"),
+    flag("output_len", str, "LENGTHS", "Tokens of an answer. [default: lognormal:140:0.5]"),
+    flag(
+        "think_s", str, "LENGTHS", "Seconds between an answer and the next turn. [default: lognormal:60:0.9]"
+    ),
+    flag("rate", float, "FLOAT", "Conversations that begin per second. [default: 1]"),
+    flag("tokens_per_s", float, "FLOAT", "Tokens of an answer per second. [default: 50]"),
+    flag("num_tenants", int, "INT", "Tenants that conversations are dealt to. [default: 1]"),
+    flag("vocab_size", int, "INT", "Token ids are drawn below this. [default: 4000]"),
+    flag("seed", int, "INT", "The same seed makes the same trace. [default: 0]"),
 )
 
 
@@ -68,7 +61,7 @@ def generate(
     from sagellm.lab.traces.lengths import Lengths
 
     given: dict[str, Any] = {
-        name: Lengths.parse(value) if name in _LENGTHS else value for name, value in options.items()
+        name: Lengths.parse(value) if isinstance(value, str) else value for name, value in options.items()
     }
     settings = ConversationSettings(**given)
     check_targets(path, overwrite=overwrite, source=arrivals)
@@ -89,7 +82,7 @@ def show(
     reader: Annotated[
         str | None, typer.Option(metavar="NAME", help="The trace's reader; else the file shows its format.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Say what is in a trace."""
     from sagellm.lab.traces import read_trace

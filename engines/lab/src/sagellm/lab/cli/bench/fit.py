@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from sagellm.core import ConfigError
-from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
-from sagellm.engines.cli.flags import make_flag, with_flags
+from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG
+from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.model import ModelArgument, with_model
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.targets import Overwrite, check_targets
-from sagellm.lab.cli.bench.flags import AsJSON
+from sagellm.lab.cli.bench.measurement import CONFIG_FLAG, engine_config
+from sagellm.lab.cli.flags import AsJSON, flag
 
 if TYPE_CHECKING:
     from sagellm.lab.bench.step_fit import FitFigures
@@ -23,49 +23,26 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-def _flag(name: str, kind: Any, metavar: str, text: str) -> inspect.Parameter:
-    option: Any = typer.Option(
-        f"--{name.removesuffix('_s').replace('_', '-')}", metavar=metavar, help=text, show_default=False
-    )
-    return make_flag(name, kind, option)
-
-
-_FIT = {
-    "duration_s": _flag("duration_s", float, "SECONDS", "How long to measure. [default: 60]"),
-    "max_seqs": _flag("max_seqs", int, "INT", "Most sequences in a step. [default: 64]"),
-    "max_prompt_tokens": _flag("max_prompt_tokens", int, "INT", "Longest prompt. [default: 1024]"),
-    "max_output_tokens": _flag("max_output_tokens", int, "INT", "Longest output. [default: 64]"),
-}
-
+_FIT = (
+    flag("duration_s", float, "SECONDS", "How long to measure. [default: 60]", "--duration"),
+    flag("max_seqs", int, "INT", "Most sequences in a step. [default: 64]"),
+    flag("max_prompt_tokens", int, "INT", "Longest prompt. [default: 1024]"),
+    flag("max_output_tokens", int, "INT", "Longest output. [default: 64]"),
+)
 _FILES = (
-    make_flag(
-        "steps",
-        Path,
-        typer.Option(
-            "--steps", metavar="FILE", help="Run nothing; fit the steps in this file.", show_default=False
-        ),
-    ),
-    make_flag(
-        "record",
-        Path,
-        typer.Option(
-            "--record", metavar="FILE", help="Write the measured steps (JSON lines).", show_default=False
-        ),
-    ),
+    flag("steps", Path, "FILE", "Run nothing; fit the steps in this file."),
+    flag("record", Path, "FILE", "Write the measured steps (JSON lines)."),
+    flag("save", Path, "FILE", "Write the costs, for `simulate --cost`."),
 )
 
 
 @app.command()
-@with_flags(MODEL_FLAG, tuple(_FIT.values()), _FILES, ENGINE_FLAGS)
+@with_flags(MODEL_FLAG, _FIT, _FILES, CONFIG_FLAG, ENGINE_FLAGS)
 def fit(
     model: ModelArgument = None,
     *,
-    save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the costs, for `simulate --cost`.")
-    ] = None,
     overwrite: Overwrite = False,
     as_json: AsJSON = False,
-    config: ConfigFile = None,
     **options: Any,
 ) -> None:
     """Run steps of all sizes on an engine in this process, and fit what they cost.
@@ -74,7 +51,6 @@ def fit(
     and number format.
     """
     from sagellm.engines.cli.model import say_if_embedded
-    from sagellm.engines.config.sources import load_config
     from sagellm.lab.bench.step_fit import (
         FitSettings,
         fit_steps,
@@ -84,22 +60,22 @@ def fit(
     )
     from sagellm.lab.simulation.step_costs import StepCosts, write_step_costs
 
-    steps_file, record = options.pop("steps", None), options.pop("record", None)
-    own = {name: options.pop(name) for name in _FIT if name in options}
+    steps_file, record, save = (options.pop(name, None) for name in ("steps", "record", "save"))
+    own = {one.name: options.pop(one.name) for one in _FIT if one.name in options}
     check_targets(save, record, overwrite=overwrite, source=steps_file)
-    loaded = load_config(with_model(options, model), config_file=config).config
+    config = engine_config(with_model(options, model))
     if steps_file is None:
         settings = FitSettings(**own)
-        say_if_embedded(loaded.model.name)
-        steps, costs = measure_steps(loaded, settings, progress=True)
+        say_if_embedded(config.model.name)
+        steps, costs = measure_steps(config, settings, progress=True)
     elif own or record:
         raise ConfigError("--steps runs nothing, so there is nothing to set or to record; leave the rest out")
     else:
         from sagellm.core import StepCost
 
-        device: Literal["cpu", "cuda"] = "cuda" if loaded.model.device.startswith("cuda") else "cpu"
+        device: Literal["cpu", "cuda"] = "cuda" if config.model.device.startswith("cuda") else "cpu"
         steps = read_steps(steps_file)
-        about = {"model": loaded.model.name, "dtype": loaded.model.dtype}
+        about = {"model": config.model.name, "dtype": config.model.dtype}
         costs = StepCosts(source=str(steps_file), device=device, step=StepCost(base_ns=1.0), about=about)
     if record is not None:
         write_steps(record, steps)
