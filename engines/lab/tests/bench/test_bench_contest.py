@@ -264,7 +264,7 @@ def test_a_page_of_metrics_is_read_by_the_names_behind_the_prefix():
 
 def test_requests_that_overlap_take_places_of_their_own_in_the_trace(timed_server, behaviour, tmp_path):
     _, run = apply(timed_server(behaviour(first_s=0.02)), duration_s=0.2, concurrency=2)
-    write_chrome_trace(tmp_path / "t.json", {"fake": request_rows(run.load_run())})
+    write_chrome_trace(tmp_path / "t.json", {"fake": request_rows(run)})
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     spans = [event for event in events if event["name"] == "request"]
     assert len(spans) == len(run.records)

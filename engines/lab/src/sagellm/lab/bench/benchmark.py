@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from sagellm.core import ConfigError
 from sagellm.lab.bench.contenders import Contender, PeerSpec, own_server, peer_server
 from sagellm.lab.bench.contest import Contest, PhaseFigures
+from sagellm.lab.bench.driver import LoadRun
 from sagellm.lab.bench.figures import Limits
-from sagellm.lab.bench.sessions import Phase, SessionRun
+from sagellm.lab.bench.sessions import Phase
 from sagellm.lab.bench.workloads import WorkloadSettings, mean_turns
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class BenchmarkRun:
     """What was measured: figures by phase and server, and the runs themselves."""
 
     figures: dict[str, dict[str, PhaseFigures]] = field(default_factory=dict)
-    runs: dict[str, dict[str, SessionRun]] = field(default_factory=dict)
+    runs: dict[str, dict[str, LoadRun]] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)  # requests per second, by phase at a rate
     servers: dict[str, Contender] = field(default_factory=dict)
     machine: MachineLimits | None = None  # None where no engine of ours was started

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import compress, islice
 from typing import TYPE_CHECKING
 
+from sagellm.core import TraceRequest
 from sagellm.engines.metrics.latency import ttft_s
+from sagellm.lab.bench.driver import LoadDriver, LoadRun
 from sagellm.lab.bench.errors import BenchmarkError
-from sagellm.lab.bench.figures import ErrorCount, ServeFigures, Spread, serve_figures, spread
+from sagellm.lab.bench.figures import ErrorCount, ServeFigures, Spread, serve_figures, spread_ms
 from sagellm.lab.bench.http_client import HTTPClient
 from sagellm.lab.bench.readings import KVUse, Reading, ServerWatch, kv_use, reader_of
 from sagellm.lab.bench.roofline import Limits as MachineLimits, RooflineFigures, roofline_figures
 from sagellm.lab.bench.served_model import find_model
-from sagellm.lab.bench.sessions import Phase, SessionDriver, SessionRun
+from sagellm.lab.bench.sessions import Phase
+from sagellm.lab.bench.settings import PATHS
 from sagellm.lab.bench.watch import ClientLoad, ClientWatch
-from sagellm.lab.bench.workloads import HIGH_PRIORITY, WorkloadSettings, make_sessions
+from sagellm.lab.bench.workloads import HIGH_PRIORITY, Session, WorkloadSettings, make_sessions
 
 if TYPE_CHECKING:
     from sagellm.engines.worker.work import WorkMetrics
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 _WARM_UP_REQUESTS = 2
 _WARM_UP_SEED = -1
+_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,40 +84,51 @@ class Contest:
         self._workload = workload
         self._goodput, self._has_priorities = goodput, has_priorities
 
-    def run(self, contender: Contender, phase: Phase) -> tuple[PhaseFigures, SessionRun]:
+    def run(self, contender: Contender, phase: Phase) -> tuple[PhaseFigures, LoadRun]:
         """Apply a phase. Raises BenchmarkError if the server is not there, or every request fails."""
         return asyncio.run(self._run(contender, phase))
 
-    async def _run(self, contender: Contender, phase: Phase) -> tuple[PhaseFigures, SessionRun]:
+    async def _run(self, contender: Contender, phase: Phase) -> tuple[PhaseFigures, LoadRun]:
         client = HTTPClient(contender.url)
         reader = reader_of(contender)
         try:
             model = await find_model(client, None)
-            driver = SessionDriver(client, model.name, has_priorities=self._has_priorities)
-            await self._warm_up(driver, contender.name)
-            sessions = make_sessions(replace(self._workload, seed=self._workload.seed + phase.seed))
+            await self._warm_up(client, model.name, contender.name)
+            sessions = self._sessions(phase.seed)
             async with ServerWatch(reader) as watch, ClientWatch() as own:
-                run = await driver.run(sessions, phase)
+                run = await self._driver(client).run(
+                    phase.plan(sessions, model.name, has_priorities=self._has_priorities),
+                    concurrency=phase.concurrency,
+                    is_closed_loop=phase.rate is None,
+                    duration_s=phase.duration_s,
+                )
         finally:
             client.close()
             reader.close()
-        figures = serve_figures(run.load_run(), self._goodput)
+        figures = serve_figures(run, self._goodput)
         _check(contender.name, figures.num_succeeded, figures.errors)
         num_events = sum(len(record.event_times_ns) for record in run.records)
         return self._figures(contender, run, figures, watch.readings, own.load(num_events)), run
 
-    async def _warm_up(self, driver: SessionDriver, name: str) -> None:
-        sessions = make_sessions(replace(self._workload, seed=self._workload.seed + _WARM_UP_SEED))
-        one_turn = (replace(session, turns=session.turns[:1]) for session in sessions)
-        run = await driver.run(islice(one_turn, _WARM_UP_REQUESTS), Phase(duration_s=600.0))
-        failed = serve_figures(run.load_run())
+    async def _warm_up(self, client: HTTPClient, model: str, name: str) -> None:
+        first_turns = (replace(one, turns=one.turns[:1]) for one in self._sessions(_WARM_UP_SEED))
+        sessions = islice(first_turns, _WARM_UP_REQUESTS)
+        plan = Phase(duration_s=0).plan(sessions, model, has_priorities=self._has_priorities)
+        run = await self._driver(client).run(plan, concurrency=1, is_closed_loop=True)
+        failed = serve_figures(run)
         if failed.num_failed:
             _check(name, 0, failed.errors)
+
+    def _driver(self, client: HTTPClient) -> LoadDriver:
+        return LoadDriver(client, PATHS["completions"], timeout_s=_TIMEOUT_S)
+
+    def _sessions(self, seed: int) -> Iterator[Session]:
+        return make_sessions(replace(self._workload, seed=self._workload.seed + seed))
 
     def _figures(
         self,
         contender: Contender,
-        run: SessionRun,
+        run: LoadRun,
         figures: ServeFigures,
         readings: Sequence[Reading],
         client: ClientLoad,
@@ -122,16 +137,12 @@ class Contest:
         before, after = readings[0].work, readings[-1].work
         work = None if before is None or after is None else after - before
         hit_rate = figures.token_hit_rate
-        kinds = sorted({session.kind for session, _ in run.sent})
+        sessions = [session for session, _ in run.sent]
+        kinds = sorted({one.kind for one in sessions})
         return PhaseFigures(
             load=figures,
-            high_priority=_class_figures(
-                run, {n for n, (one, _) in enumerate(run.sent) if one.priority >= HIGH_PRIORITY}
-            ),
-            kinds={
-                kind: _class_figures(run, {n for n, (one, _) in enumerate(run.sent) if one.kind == kind})
-                for kind in kinds
-            },
+            high_priority=_class_figures(run, [one.priority >= HIGH_PRIORITY for one in sessions]),
+            kinds={kind: _class_figures(run, [one.kind == kind for one in sessions]) for kind in kinds},
             token_hit_rate=hit_rate,
             token_saving=_token_saving(run, figures, work),
             ideal_hit_rate=ideal,
@@ -143,16 +154,19 @@ class Contest:
         )
 
 
-def ideal_hit_rate(run: SessionRun) -> float:
+def ideal_hit_rate(run: LoadRun) -> float:
     """Return what of these prompts, in this order, a cache without limit would have had."""
     from sagellm.lab.simulation.bounds import count_known_tokens
 
-    trace = run.trace()
+    trace = [
+        TraceRequest(0.0, len(turn.token_ids), turn.num_output_tokens, token_ids=turn.token_ids)
+        for _, turn in run.sent
+    ]
     total = sum(one.num_prompt_tokens for one in trace)
     return sum(count_known_tokens(trace)) / total if total else 0.0
 
 
-def _token_saving(run: SessionRun, figures: ServeFigures, work: WorkMetrics | None) -> float | None:
+def _token_saving(run: LoadRun, figures: ServeFigures, work: WorkMetrics | None) -> float | None:
     """Return the share of prompt tokens that were not computed; None if the engine counts no work."""
     if work is None or not figures.num_prompt_tokens:
         return None
@@ -160,19 +174,15 @@ def _token_saving(run: SessionRun, figures: ServeFigures, work: WorkMetrics | No
     return 1 - (work.num_tokens - num_decoded) / figures.num_prompt_tokens
 
 
-def _class_figures(run: SessionRun, numbers: set[int]) -> ClassFigures:
-    records = [record for number, record in enumerate(run.records) if number in numbers]
+def _class_figures(run: LoadRun, is_in: Sequence[bool]) -> ClassFigures:
+    records = list(compress(run.records, is_in))
     good = [record for record in records if record.is_ok]
     return ClassFigures(
         num_requests=len(records),
         num_failed=len(records) - len(good),
-        ttft_ms=_spread_ms(ttft_s(one.arrival_ns, one.times.first_token_ns) for one in good),
-        e2e_ms=_spread_ms((one.end_ns - one.arrival_ns) / 1e9 for one in good),
+        ttft_ms=spread_ms(ttft_s(one.arrival_ns, one.times.first_token_ns) for one in good),
+        e2e_ms=spread_ms((one.end_ns - one.arrival_ns) / 1e9 for one in good),
     )
-
-
-def _spread_ms(values_s: Iterable[float]) -> Spread | None:
-    return spread(value * 1e3 for value in values_s)
 
 
 def _check(name: str, num_succeeded: int, errors: dict[str, ErrorCount]) -> None:

@@ -1,45 +1,69 @@
-"""Sends planned requests: at their times, or each when the previous one is done."""
+"""Sends load: requests at their times, or each when the one before is answered; one by one or in sessions."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, Any
 
 from sagellm.lab.bench.answer import AnswerReader
 from sagellm.lab.bench.http_client import HTTPClient
 from sagellm.lab.bench.records import RequestFailedError, RequestRecord, now_ns
 
+if TYPE_CHECKING:
+    from sagellm.lab.bench.workloads import Session, Turn
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """A request whose body is ready, so that only sending it is left to do under load."""
+    """A request whose body is ready, so that only sending it is left to do under load.
 
-    due_s: float  # after the start; ignored in a closed loop
+    It is due so long after the start or, in a session, after the answer to the request before; in a closed
+    loop, at once.
+    """
+
+    due_s: float
     body: bytes
     num_prompt_tokens: int
     num_asked_tokens: int
+    turn: tuple[Session, Turn] | None = None  # that it is
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRun:
-    """What was sent and received between two moments, in the order of the plan."""
+    """What was sent and received between two moments, in the order of arrival."""
 
     records: list[RequestRecord]
     start_ns: int
     end_ns: int
     max_running: int
-    late_s: list[float]  # how late each request was started; empty in a closed loop
+    late_s: list[float]  # how late each session began; empty in a closed loop
+
+    @property
+    def sent(self) -> list[tuple[Session, Turn]]:
+        """The session and turn of each record of a load of sessions."""
+        return [one.turn for one in self.records if one.turn is not None]
+
+
+def streamed_body(**fields: Any) -> bytes:
+    """Write the body of a request for a stream that ends with the usage."""
+    body = {"stream": True, "stream_options": {"include_usage": True}, **fields}
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 class LoadDriver:
-    """Sends requests to one path of a server and reads their answers in this event loop."""
+    """Applies one load to one path of a server, and reads the answers in this event loop."""
 
     def __init__(self, client: HTTPClient, path: str, *, timeout_s: float) -> None:
         self._client = client
         self._path = path
         self._timeout_s = timeout_s
+        self._start_ns, self._until_ns = 0, inf
+        self._records: list[RequestRecord] = []
         self._running: dict[int, RequestRecord] = {}
         self._max_running = 0
         self._num_ended_tokens = 0
@@ -47,35 +71,31 @@ class LoadDriver:
 
     async def run(
         self,
-        plan: Sequence[PlannedRequest],
+        sessions: Iterable[Iterable[PlannedRequest]],
         *,
         concurrency: int | None,
         is_closed_loop: bool,
+        duration_s: float = inf,
     ) -> LoadRun:
-        """Send all and wait for all answers. `concurrency` limits how many run at once.
+        """Send all that begins within the duration, and wait for all answers.
 
-        In a closed loop, that many callers each send their next request when the last one is answered;
-        otherwise requests start at their times, and those waiting for a slot count as arrived.
+        In a closed loop, `concurrency` callers each send their next request when the last one is answered.
+        Otherwise requests start at their times, `concurrency` limits how many run at once, and those waiting
+        for a slot count as arrived. The requests of a session follow one another.
         """
-        records = [
-            RequestRecord(
-                arrival_ns=0, num_asked_tokens=one.num_asked_tokens, num_prompt_tokens=one.num_prompt_tokens
-            )
-            for one in plan
-        ]
-        pairs = list(zip(plan, records, strict=True))
-        start_ns = now_ns()
+        self._start_ns = now_ns()
+        self._until_ns = self._start_ns + duration_s * 1e9
         if is_closed_loop:
-            queue = iter(pairs)
+            shared = iter(sessions)
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency or 1):
-                    group.create_task(self._work_off(queue))
+                    group.create_task(self._call(shared))
         else:
-            await self._send_in_time(pairs, concurrency)
+            await self._send_in_time(sessions, concurrency)
         return LoadRun(
-            records=records,
-            start_ns=start_ns,
-            end_ns=max((record.end_ns for record in records), default=start_ns),
+            records=self._records,
+            start_ns=self._start_ns,
+            end_ns=max((record.end_ns for record in self._records), default=self._start_ns),
             max_running=self._max_running,
             late_s=self._late_s,
         )
@@ -88,10 +108,61 @@ class LoadDriver:
             min(len(one.event_times_ns), one.num_asked_tokens) for one in running
         )
 
-    async def send(self, planned: PlannedRequest, record: RequestRecord) -> None:
+    @property
+    def _left_s(self) -> float:
+        return max(0.0, (self._until_ns - now_ns()) / 1e9)
+
+    async def _call(self, sessions: Iterator[Iterable[PlannedRequest]]) -> None:
+        for session in sessions:
+            for planned in session:
+                if not self._left_s:
+                    return
+                await self._send(planned, self._arrived(planned))
+
+    async def _send_in_time(
+        self, sessions: Iterable[Iterable[PlannedRequest]], concurrency: int | None
+    ) -> None:
+        places = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
+
+        async def converse(
+            planned: PlannedRequest, record: RequestRecord, further: Iterator[PlannedRequest]
+        ) -> None:
+            async with places:
+                await self._send(planned, record)
+            for planned in further:
+                await asyncio.sleep(planned.due_s)
+                if not self._left_s:
+                    return
+                record = self._arrived(planned)
+                async with places:
+                    await self._send(planned, record)
+
+        async with asyncio.TaskGroup() as group:
+            for session in sessions:
+                further = iter(session)
+                first = next(further)
+                wait_s = first.due_s - (now_ns() - self._start_ns) / 1e9
+                if wait_s > 0:
+                    await asyncio.sleep(min(wait_s, self._left_s))
+                if not self._left_s:
+                    return
+                record = self._arrived(first)
+                self._late_s.append((record.arrival_ns - self._start_ns) / 1e9 - first.due_s)
+                group.create_task(converse(first, record, further))
+
+    def _arrived(self, planned: PlannedRequest) -> RequestRecord:
+        record = RequestRecord(
+            arrival_ns=now_ns(),
+            num_asked_tokens=planned.num_asked_tokens,
+            num_prompt_tokens=planned.num_prompt_tokens,
+            turn=planned.turn,
+        )
+        self._records.append(record)
+        return record
+
+    async def _send(self, planned: PlannedRequest, record: RequestRecord) -> None:
         """Send one request now, and fill its record; a failure stands in it."""
         answer = AnswerReader(record)
-
         self._running[id(record)] = record
         self._max_running = max(self._max_running, len(self._running))
         try:
@@ -106,32 +177,3 @@ class LoadDriver:
             del self._running[id(record)]
             self._num_ended_tokens += record.num_asked_tokens
             record.end_ns = now_ns()
-
-    @property
-    def max_running(self) -> int:
-        """The most requests that have run at once."""
-        return self._max_running
-
-    async def _work_off(self, queue: Iterable[tuple[PlannedRequest, RequestRecord]]) -> None:
-        for planned, record in queue:
-            record.arrival_ns = now_ns()
-            await self.send(planned, record)
-
-    async def _send_in_time(
-        self, pairs: list[tuple[PlannedRequest, RequestRecord]], concurrency: int | None
-    ) -> None:
-        places = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
-        start_ns = now_ns()
-
-        async def one(planned: PlannedRequest, record: RequestRecord) -> None:
-            async with places:
-                await self.send(planned, record)
-
-        async with asyncio.TaskGroup() as group:
-            for planned, record in pairs:
-                wait_s = planned.due_s - (now_ns() - start_ns) / 1e9
-                if wait_s > 0:
-                    await asyncio.sleep(wait_s)
-                record.arrival_ns = now_ns()
-                self._late_s.append((record.arrival_ns - start_ns) / 1e9 - planned.due_s)
-                group.create_task(one(planned, record))

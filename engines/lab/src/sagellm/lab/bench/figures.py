@@ -129,11 +129,11 @@ def serve_figures(run: LoadRun, limits: Limits | None = None) -> ServeFigures:
         output_throughput_tokens_per_s=throughput(num_output, **clock),
         total_throughput_tokens_per_s=total_throughput(num_prompt, num_output, **clock),
         goodput_requests_per_s=_goodput(good, limits, clock) if limits else None,
-        ttft_ms=_spread_ms(ttft_s(one.arrival_ns, one.first_token_ns) for one in times),
-        tpot_ms=_spread_ms(tpot for tpot in tpots if tpot is not None),
-        itl_ms=_spread_ms(gaps),
-        e2e_ms=_spread_ms((one.end_ns - one.arrival_ns) / 1e9 for one in good),
-        late_ms=_spread_ms(run.late_s),
+        ttft_ms=spread_ms(ttft_s(one.arrival_ns, one.first_token_ns) for one in times),
+        tpot_ms=spread_ms(tpot for tpot in tpots if tpot is not None),
+        itl_ms=spread_ms(gaps),
+        e2e_ms=spread_ms((one.end_ns - one.arrival_ns) / 1e9 for one in good),
+        late_ms=spread_ms(run.late_s),
         output_tenths_tokens_per_s=spread(
             rates_of_tenths((record.event_times_ns for record in good), **clock)
         ),
@@ -173,5 +173,6 @@ def _goodput(good: Sequence[RequestRecord], limits: Limits, clock: dict[str, int
     )
 
 
-def _spread_ms(values_s: Iterable[float]) -> Spread | None:
+def spread_ms(values_s: Iterable[float]) -> Spread | None:
+    """Summarise seconds, in milliseconds."""
     return spread(value * 1e3 for value in values_s)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import islice
 from random import Random
 from typing import Any
 
 from sagellm.core import ConfigError, TraceRequest
-from sagellm.lab.bench.driver import PlannedRequest
+from sagellm.lab.bench.driver import PlannedRequest, streamed_body
 from sagellm.lab.bench.prompts import Prompt, PromptMaker, PromptSettings
 from sagellm.lab.bench.settings import LoadSettings
 from sagellm.lab.bench.workloads import WorkloadSettings, make_sessions, mean_turns
@@ -127,17 +126,12 @@ def _prompt(maker: PromptMaker, request: TraceRequest) -> Prompt:
 
 
 def _body(settings: LoadSettings, model: str, prompt: Prompt, num_output_tokens: int) -> bytes:
-    body: dict[str, Any] = {
+    is_chat = settings.endpoint == "chat"
+    fields: dict[str, Any] = {
         "model": model,
         "max_tokens": num_output_tokens,
         "temperature": settings.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        **({"ignore_eos": True} if settings.ignore_eos else {}),
+        **({"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}),
     }
-    if settings.ignore_eos:
-        body["ignore_eos"] = True
-    if settings.endpoint == "chat":
-        body["messages"] = [{"role": "user", "content": prompt}]
-    else:
-        body["prompt"] = prompt
-    return json.dumps(body | dict(settings.extra_body), separators=(",", ":")).encode()
+    return streamed_body(**fields | dict(settings.extra_body))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sagellm.engines.metrics.latency import RequestTimes
+
+if TYPE_CHECKING:
+    from sagellm.lab.bench.workloads import Session, Turn
 
 
 def now_ns() -> int:
@@ -46,6 +50,7 @@ class RequestRecord:
     num_cached_tokens: int | None = None
     error_kind: str | None = None
     error: str | None = None
+    turn: tuple[Session, Turn] | None = None  # of a load of sessions
 
     @property
     def is_ok(self) -> bool:

@@ -77,7 +77,9 @@ async def _serve(settings: LoadSettings, *, progress: bool) -> ServeResult:
             showing = asyncio.create_task(_show(driver, advance))
             async with ClientWatch() as watch:
                 run = await driver.run(
-                    plan, concurrency=settings.concurrency, is_closed_loop=settings.is_closed_loop
+                    ([one] for one in plan),
+                    concurrency=settings.concurrency,
+                    is_closed_loop=settings.is_closed_loop,
                 )
             showing.cancel()
     finally:
@@ -104,9 +106,8 @@ async def _show(driver: LoadDriver, advance: Advance) -> None:
 
 async def _warm_up(settings: LoadSettings, client: HTTPClient, model: str) -> None:
     driver = LoadDriver(client, PATHS[settings.endpoint], timeout_s=settings.timeout_s)
-    run = await driver.run(
-        plan_warmup(settings, model), concurrency=settings.concurrency or 1, is_closed_loop=True
-    )
+    plan = ([one] for one in plan_warmup(settings, model))
+    run = await driver.run(plan, concurrency=settings.concurrency, is_closed_loop=True)
     for kind, errors in count_errors(run.records).items():
         raise BenchmarkError(
             f"{errors.count} of {settings.warmup} warm-up requests failed; {kind}: {errors.example}"

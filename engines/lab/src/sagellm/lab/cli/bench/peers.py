@@ -88,7 +88,7 @@ def _peers(options: dict[str, Any]) -> Result:
         measurement_errors=measurement_errors(done.figures),
     ) | {
         "requests": {
-            f"{phase} {server}": request_rows(run.load_run())
+            f"{phase} {server}": request_rows(run)
             for phase, runs in done.runs.items()
             for server, run in runs.items()
         }
