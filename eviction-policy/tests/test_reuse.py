@@ -12,8 +12,8 @@ import pytest
 
 from sagellm.core import CachedNode, NodeId
 from sagellm.kvmgr.eviction import ReuseEvictionPolicy
-from sagellm.kvmgr.eviction.return_model import ReturnModel, ReturnModels, TurnFacts
-from sagellm.kvmgr.eviction.return_ranking import END, LEFT_BEHIND, LIVE, Place, ReturnRanking, Worth
+from sagellm.kvmgr.eviction.return_model import ReturnModel, ReturnModels, TurnFacts, Worth
+from sagellm.kvmgr.eviction.return_ranking import END, LEFT_BEHIND, LIVE, Place, ReturnRanking
 from sagellm.kvmgr.eviction.shadows import Duel, Stretch, Turn
 from sagellm.testing import RankingEvictionPolicyContract
 

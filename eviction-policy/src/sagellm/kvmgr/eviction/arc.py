@@ -22,10 +22,6 @@ class ARCEvictionPolicy(SegmentedEvictionPolicy):
         self._evicted_young: OrderedDict[NodeId, None] = OrderedDict()
         self._evicted_kept: OrderedDict[NodeId, None] = OrderedDict()
 
-    def order(self, node: CachedNode) -> float:
-        """By last use, in nanoseconds."""
-        return node.last_access_ns
-
     def enter(self, node: CachedNode) -> None:
         """Adapt to a node that came back, and keep it."""
         former = node.former_id

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sagellm.kvmgr.eviction.return_ranking import Worth
-
 _Floats = NDArray[np.float64]
 
 TYPICAL_GAP_S = 120.0
@@ -32,6 +30,14 @@ _MAX_LOGIT, _MAX_STEP, _LEAST_CURVATURE = 30.0, 1.0, 0.02
 _ROWS_A_SLICE, _CHANCES_A_SLICE = 256, 4
 _FIRST_TURNS, _FEW_TURNS = 100, 2048
 _LEAST_SPAN_S = 1e-3
+
+
+class Worth(NamedTuple):
+    """What cache room earns, in returns per second, while the age (s) of its turn is in a range."""
+
+    returns_per_s: float
+    from_s: float
+    to_s: float
 
 
 class TurnFacts(NamedTuple):
@@ -225,7 +231,7 @@ class ReturnModels:
         return self._uses if is_shared else self._turns
 
     def worth(self, chance: float, scale_s: float, age_s: float, *, is_shared: bool) -> Worth:
-        """Return what the room of a turn, or of a shared beginning, earns."""
+        """Return what the room of a turn, or of a shared beginning, earns, as ReturnModel does."""
         return self.of(is_shared=is_shared).worth(chance, scale_s, age_s)
 
     def details(self) -> dict[str, float]:

@@ -8,35 +8,17 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from sagellm.kvmgr.eviction.return_model import NUM_CHANCES, ReturnModels
+
 LEFT_BEHIND, END, LIVE = 0, 1, 2
 """Eviction order: what a conversation left behind, the last blocks of turns, all others."""
 
-_CHANCES = 32
 _SCALES_AN_E_FOLD = 4
 _MAX_STALE = 256
 
 _GroupName: TypeAlias = tuple[int, bool, int, int]  # rank, whether it is shared, chance, scale
 _Side: TypeAlias = Literal[1, -1]  # oldest first, newest first
 _SIDES: tuple[_Side, ...] = (1, -1)
-
-
-class Worth(NamedTuple):
-    """What cache room earns, in returns per second, while the age (s) of its turn is in a range."""
-
-    returns_per_s: float
-    from_s: float
-    to_s: float
-
-
-class Index(Protocol):
-    """Computes what cache room earns."""
-
-    @property
-    def version(self) -> int:
-        """Changes whenever the answers do."""
-
-    def worth(self, chance: float, scale_s: float, age_s: float, *, is_shared: bool) -> Worth:
-        """Return what room earns, by chance of a return, scale of the gap and age of the last use."""
 
 
 class Sized(Protocol):
@@ -63,7 +45,7 @@ class Place(NamedTuple):
         if rank != LIVE:
             return cls(time_s, (rank, False, 0, 0))
         scale = round(math.log(scale_s) * _SCALES_AN_E_FOLD)
-        return cls(time_s, (LIVE, is_shared, min(_CHANCES - 1, int(chance * _CHANCES)), scale))
+        return cls(time_s, (LIVE, is_shared, min(NUM_CHANCES - 1, int(chance * NUM_CHANCES)), scale))
 
 
 class _Group(Generic[_Leaf]):
@@ -90,7 +72,7 @@ class _Group(Generic[_Leaf]):
         self.name = name
         self.num_leaves = 0
         self.rank, self.is_shared = name[:2]
-        self.chance = (name[2] + 0.5) / _CHANCES
+        self.chance = (name[2] + 0.5) / NUM_CHANCES
         self.scale_s = math.exp(name[3] / _SCALES_AN_E_FOLD)
         self.queue: OrderedDict[int, _Entry[_Leaf]] = OrderedDict()
         self.newest_s = -math.inf  # of all leaves appended to the queue since it was empty
@@ -143,7 +125,7 @@ class ReturnRanking(Generic[_Leaf]):
     the next leaf of the same end.
     """
 
-    def __init__(self, model: Index) -> None:
+    def __init__(self, model: ReturnModels) -> None:
         self._model = model
         self._live: dict[int, _Entry[_Leaf]] = {}  # any other entry of an id is stale
         self._groups: dict[_GroupName, _Group[_Leaf]] = {}

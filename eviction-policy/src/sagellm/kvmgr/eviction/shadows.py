@@ -10,7 +10,8 @@ from itertools import count
 from typing import NamedTuple
 
 from sagellm.core.logging import get_logger
-from sagellm.kvmgr.eviction.return_ranking import END, LEFT_BEHIND, LIVE, Index, Place, ReturnRanking
+from sagellm.kvmgr.eviction.return_model import ReturnModels
+from sagellm.kvmgr.eviction.return_ranking import END, LEFT_BEHIND, LIVE, Place, ReturnRanking
 
 _logger = get_logger(__name__)
 
@@ -92,7 +93,7 @@ class Shadows:
     and each eviction O(log stretches): a few µs in total.
     """
 
-    def __init__(self, model: Index, gives_up_ends: Callable[[], bool]) -> None:
+    def __init__(self, model: ReturnModels, gives_up_ends: Callable[[], bool]) -> None:
         self.num_blocks = [0, 0]
         self._by_use: OrderedDict[Stretch, None] = OrderedDict()  # of LRU: all it holds, oldest first
         self._by_worth: ReturnRanking[Stretch] = ReturnRanking(model)  # of REUSE: no held ones below
@@ -246,7 +247,7 @@ class Duel:
     does within a few refills of the cache.
     """
 
-    def __init__(self, model: Index, gives_up_ends: Callable[[], bool]) -> None:
+    def __init__(self, model: ReturnModels, gives_up_ends: Callable[[], bool]) -> None:
         self.is_won = False
         self._shadows = Shadows(model, gives_up_ends)
         self._lead = self._variance = 0.0  # blocks, blocks²

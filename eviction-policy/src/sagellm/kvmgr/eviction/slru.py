@@ -18,10 +18,6 @@ class SLRUEvictionPolicy(SegmentedEvictionPolicy):
         super().__init__()
         self._protected_share = protected_share
 
-    def order(self, node: CachedNode) -> float:
-        """By last use, in nanoseconds."""
-        return node.last_access_ns
-
     def enter(self, node: CachedNode) -> None:
         """All begin young."""
 

@@ -2,79 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Protocol
+from typing import TypeAlias
 
 from sagellm.core.errors import AuditError, PluginError
-from sagellm.core.ids import NodeId
 from sagellm.core.logging import get_logger
-from sagellm.core.node_ranking import NodeRanking, RankingKey
-from sagellm.core.protocols.eviction import CachedNode
+from sagellm.core.node_ranking import NodeRanking
+from sagellm.core.protocols.eviction import CachedNode, EvictionPolicyProtocol
 from sagellm.kvmgr.prefix_cache.node import PrefixNode
 
 
-class LeafOrder(Protocol):
-    """The part of an eviction policy that a cache calls; EvictionPolicyProtocol says what it means."""
-
-    def on_insert(self, node: CachedNode) -> None: ...  # noqa: D102
-    def on_split(self, upper: CachedNode, lower: CachedNode) -> None: ...  # noqa: D102
-    def on_resize(self, node: CachedNode, num_more: int) -> None: ...  # noqa: D102
-    def on_hit(self, node: CachedNode) -> None: ...  # noqa: D102
-    def on_remove(self, node: CachedNode) -> None: ...  # noqa: D102
-    def add_candidate(self, node: CachedNode) -> None: ...  # noqa: D102
-    def remove_candidate(self, node: CachedNode) -> None: ...  # noqa: D102
-    def victim(self) -> CachedNode | None: ...  # noqa: D102
-    def victims(self, num_blocks: int) -> Iterator[CachedNode]: ...  # noqa: D102
-    def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int: ...  # noqa: D102
-
-
-class LeafLRU:
+class LeafLRU(NodeRanking):
     """Unlocked leaves, least recently used first; the older node among equals."""
 
+    add_candidate = NodeRanking.add
+    remove_candidate = NodeRanking.discard
+    victim = NodeRanking.first
+    victims = NodeRanking.take
+    candidates = NodeRanking.keys
+
     def __init__(self) -> None:
-        self._leaves = NodeRanking(attrgetter("last_access_ns"))
+        super().__init__(attrgetter("last_access_ns"))
 
-    def on_insert(self, node: CachedNode) -> None:
-        """Recency is all that counts."""
+    def on_insert(self, *_: object) -> None:
+        """Do nothing, here and below: a node's time is read when it becomes a candidate."""
 
-    def on_split(self, upper: CachedNode, lower: CachedNode) -> None:
-        """Recency is all that counts."""
-
-    def on_resize(self, node: CachedNode, num_more: int) -> None:
-        """Recency is all that counts."""
-
-    def on_hit(self, node: CachedNode) -> None:
-        """The node is now locked; its time is read when it becomes a candidate."""
-
-    def on_remove(self, node: CachedNode) -> None:
-        """It has already been removed from the candidates."""
-
-    def add_candidate(self, node: CachedNode) -> None:
-        """Rank a leaf by the time of its last use."""
-        self._leaves.add(node)
-
-    def remove_candidate(self, node: CachedNode) -> None:
-        """Remove a leaf."""
-        self._leaves.discard(node)
-
-    def victim(self) -> CachedNode | None:
-        """Return the leaf unused for the longest time."""
-        return self._leaves.first()
-
-    def victims(self, num_blocks: int) -> Iterator[CachedNode]:
-        """Yield leaves to evict whole."""
-        return self._leaves.take(num_blocks)
+    on_split = on_resize = on_hit = on_remove = on_insert
 
     def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
         """Give up all that are wanted."""
         del node
         return num_wanted
 
-    def candidates(self) -> dict[NodeId, RankingKey]:
-        """Return each candidate's time of use when it became one."""
-        return self._leaves.keys()
 
+LeafOrder: TypeAlias = EvictionPolicyProtocol | LeafLRU
+"""What a cache calls; EvictionPolicyProtocol says what the calls mean."""
 
 _log = get_logger(__name__)
 

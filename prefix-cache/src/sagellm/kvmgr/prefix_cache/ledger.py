@@ -18,7 +18,6 @@ class Ledger:
 
     def __init__(self, quotas: Mapping[str, int]) -> None:
         self.accounts: dict[str, TenantUsage] = {}
-        self.has_quotas = bool(quotas)
         self._max_accounts = _MAX_IDLE  # at this number, accounts without blocks are dropped
         self._quotas = quotas
 

@@ -4,41 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
 
 from sagellm.core.errors import BlockError, ConfigError, InvalidInputError
 from sagellm.core.ids import BlockId
-from sagellm.core.kv_block import UNNAMED, KVIdentity
+from sagellm.core.kv_block import KVIdentity
 
 _MIN_GHOSTS, _GHOSTS_A_BLOCK = 65_536, 16  # about 150 bytes each
 
 
-@dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The resolved parameters of RadixPrefixCache. Raises ConfigError."""
+    """The parameters of RadixPrefixCache, with the defaults filled in. Raises ConfigError."""
 
-    max_blocks: int
-    block_size: int
-    max_ghost_blocks: int
-    max_pinned_blocks: int
-    quotas: Mapping[str, int]
-    reuses_partial_blocks: bool
-    identity: KVIdentity = UNNAMED
-
-    def __post_init__(self) -> None:
-        for name, value, least in (
-            ("max_blocks", self.max_blocks, 1),
-            ("block_size", self.block_size, 1),
-            ("max_ghost_blocks", self.max_ghost_blocks, 0),
-            ("max_pinned_blocks", self.max_pinned_blocks, 0),
-            *((f"tenant_quotas[{tenant!r}]", quota, 0) for tenant, quota in self.quotas.items()),
-        ):
-            _check_int(name, value, least)
-
-    @classmethod
-    def of(  # noqa: PLR0913
-        cls,
+    def __init__(  # noqa: PLR0913
+        self,
         *,
         max_blocks: int,
         block_size: int,
@@ -47,26 +25,24 @@ class Limits:
         tenant_quotas: Mapping[str, int] | None,
         reuses_partial_blocks: bool,
         identity: KVIdentity,
-    ) -> Self:
-        """Fill in the defaults."""
-        _check_int("max_blocks", max_blocks, 1)
+    ) -> None:
+        self.max_blocks = _at_least(1, "max_blocks", max_blocks)
+        self.block_size = _at_least(1, "block_size", block_size)
         if max_ghost_blocks is None:
             max_ghost_blocks = max(_MIN_GHOSTS, _GHOSTS_A_BLOCK * max_blocks)
+        self.max_ghost_blocks = _at_least(0, "max_ghost_blocks", max_ghost_blocks)
         if max_pinned_blocks is None:
             max_pinned_blocks = max_blocks // 2
+        self.max_pinned_blocks = _at_least(0, "max_pinned_blocks", max_pinned_blocks)
         if tenant_quotas is not None and not isinstance(tenant_quotas, Mapping):
             raise ConfigError(
                 f"prefix cache: tenant_quotas is {tenant_quotas!r}; give blocks by tenant, as in {{'*': 200}}"
             )
-        return cls(
-            max_blocks=max_blocks,
-            block_size=block_size,
-            max_ghost_blocks=max_ghost_blocks,
-            max_pinned_blocks=max_pinned_blocks,
-            quotas=dict(tenant_quotas or {}),
-            reuses_partial_blocks=reuses_partial_blocks,
-            identity=identity,
-        )
+        self.quotas = {
+            tenant: _at_least(0, f"tenant_quotas[{tenant!r}]", quota)
+            for tenant, quota in (tenant_quotas or {}).items()
+        }
+        self.reuses_partial_blocks, self.identity = reuses_partial_blocks, identity
 
 
 def check_number_of_blocks(block_ids: Sequence[int], num_tokens: int, block_size: int) -> None:
@@ -102,6 +78,7 @@ def check_ttl(ttl_s: float | None) -> None:
         raise InvalidInputError(f"ttl_s is {ttl_s!r}; give seconds above 0, or None for no end")
 
 
-def _check_int(name: str, value: int, least: int) -> None:
+def _at_least(least: int, name: str, value: int) -> int:
     if type(value) is not int or value < least:
         raise ConfigError(f"prefix cache: {name} is {value!r}; it must be an int of at least {least}")
+    return value

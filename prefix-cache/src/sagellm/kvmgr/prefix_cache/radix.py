@@ -85,7 +85,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
         self.max_blocks = max_blocks
         self.block_size = block_size
         self._clock = SystemClock() if clock is None else clock
-        limits = Limits.of(
+        limits = Limits(
             max_blocks=max_blocks,
             block_size=block_size,
             max_ghost_blocks=max_ghost_blocks,
