@@ -19,7 +19,6 @@ class PrefillRate:
     def __init__(self) -> None:
         self._xx = self._xy = self._yy = self._xt = self._yt = 0.0
         self._a, self._b = _GUESS_NS_A_TOKEN, 0.0
-        self.num_measured = 0
 
     def measure(self, num_tokens: int, sum_context: float, duration_ns: int) -> None:
         """Record a step: its tokens, and the sum of how many tokens each of them attended to."""
@@ -32,7 +31,6 @@ class PrefillRate:
         self._yy = _FORGET * self._yy + weight * y * y
         self._xt = _FORGET * self._xt + weight * x * t
         self._yt = _FORGET * self._yt + weight * y * t
-        self.num_measured += 1
         self._fit()
 
     @property

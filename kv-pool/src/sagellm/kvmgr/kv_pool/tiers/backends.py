@@ -33,7 +33,7 @@ class TierBackend(ABC):
     """Whether other processes may read or write the bytes, which must then be sealed."""
 
     def __init__(self, total_bytes: int, alignment: int = 64) -> None:
-        self._ranges = OffsetAllocator(total_bytes, alignment)
+        self.ranges = OffsetAllocator(total_bytes, alignment)  # which are allocated
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.free_bytes:,} of {self.total_bytes:,} bytes free>"
@@ -41,30 +41,25 @@ class TierBackend(ABC):
     @property
     def total_bytes(self) -> int:
         """Bytes of the device, allocated or not."""
-        return self._ranges.total_bytes
+        return self.ranges.total_bytes
 
     @property
     def free_bytes(self) -> int:
         """Bytes that are not allocated, in one piece or not."""
-        return self._ranges.free_bytes
+        return self.ranges.free_bytes
 
     @property
     def written_bytes(self) -> int:
         """The end of the bytes ever written."""
         return self.total_bytes
 
-    @property
-    def ranges(self) -> OffsetAllocator:
-        """Which ranges are allocated."""
-        return self._ranges
-
     def allocate(self, size: int) -> int:
         """Allocate a range and return its offset. Raises OutOfMemoryError, or BlockError if size < 1."""
-        return self._ranges.allocate(size)
+        return self.ranges.allocate(size)
 
     def deallocate(self, offset: int) -> None:
         """Free a range and merge it with free neighbours. Raises BlockError if it is not allocated."""
-        self._ranges.deallocate(offset)
+        self.ranges.deallocate(offset)
 
     @abstractmethod
     def write(self, offset: int, parts: Parts) -> None:

@@ -102,11 +102,6 @@ class OffsetAllocator:
                 return max(self._free[offset] for offset in ranges)
         return 0
 
-    @property
-    def external_fragmentation(self) -> float:
-        """1 - largest free range ÷ free bytes; 0 when nothing is free."""
-        return 1 - self.largest_free_bytes / self.free_bytes if self.free_bytes else 0.0
-
     def size_of(self, offset: int) -> int:
         """Return how many bytes are allocated at an offset. Raises KeyError."""
         return self._sizes[offset]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import itemgetter
@@ -50,51 +50,37 @@ class Usage:
         return classifier.classify((now_ns - self.last_ns) / 1e9, self.frequency(now_ns))
 
 
-class TierUsage:
+class TierUsage(OrderedDict[BlockKey, Usage]):
     """The blocks of one tier by their last use, in this or a faster tier."""
 
     def __init__(self, classifier: HotColdClassifier) -> None:
+        super().__init__()
         self._classifier = classifier
-        self._blocks: OrderedDict[BlockKey, Usage] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._blocks
-
-    def __iter__(self) -> Iterator[BlockKey]:
-        return iter(self._blocks)
 
     def add(self, usage: Usage) -> None:
         """Add a block as the most recently used."""
-        self._blocks[usage.header.key] = usage
-        self._blocks.move_to_end(usage.header.key)
-
-    def pop(self, key: BlockKey) -> Usage | None:
-        """Remove a block."""
-        return self._blocks.pop(key, None)
+        self[usage.header.key] = usage
+        self.move_to_end(usage.header.key)
 
     def refresh(self, key: BlockKey) -> Usage | None:
         """Move a block to the end of the order, as it is in use elsewhere; do not count a use."""
-        usage = self._blocks.get(key)
+        usage = self.get(key)
         if usage is not None:
-            self._blocks.move_to_end(key)
+            self.move_to_end(key)
         return usage
 
     def use(self, key: BlockKey, now_ns: int) -> Usage | None:
         """Record a use."""
-        usage = self._blocks.get(key)
+        usage = self.refresh(key)
         if usage is not None:
             usage.num_uses += 1
             self._classifier.observe_gap((now_ns - usage.last_ns) / 1e9)
             usage.last_ns = now_ns
-            self._blocks.move_to_end(key)
         return usage
 
     def victim(self, now_ns: int, busy: Container[BlockKey]) -> Usage | None:
         """Return the coldest of the least recently used idle blocks, the least recently used among equals."""
-        idle = (usage for key, usage in self._blocks.items() if key not in busy)
+        idle = (usage for key, usage in self.items() if key not in busy)
         looked_at = [(usage, self._heat(usage, now_ns)) for usage in islice(idle, _NUM_LOOKED_AT)]
         if not looked_at:
             return None
@@ -306,7 +292,7 @@ class TieredKVStorage(KVTierProtocol):
         key = request.header.key
         level, usage = self._find(request), None
         if level is not None and not self._tiers[level].contains(key):
-            self._usages[level].pop(key)
+            self._usages[level].pop(key, None)
             level = None
         if level == 0:
             return "done"
@@ -317,7 +303,7 @@ class TieredKVStorage(KVTierProtocol):
         usage = usage or Usage(request.header, request.data.nbytes, now_ns, now_ns)
         outcome = yield from self._put_from(0, request, usage)
         if level is not None and self._noted_at(key) != level:  # it has moved up
-            self._usages[level].pop(key)
+            self._usages[level].pop(key, None)
             yield level, TierRequest("delete", request.header)
         self._metrics.num_puts += outcome == "done"
         self._metrics.num_full += outcome == "full"
@@ -351,7 +337,7 @@ class TieredKVStorage(KVTierProtocol):
         key = victim.header.key
         self._busy[key] = deque((_HELD,))
         try:
-            self._usages[level].pop(key)
+            self._usages[level].pop(key, None)
             moved: TierOutcome = "full"
             if level + 1 < len(self._tiers):
                 data = memoryview(bytearray(victim.num_bytes))
@@ -377,7 +363,7 @@ class TieredKVStorage(KVTierProtocol):
         usage = self._usages[level]
         if outcome != "done":
             if not self._tiers[level].contains(key):
-                usage.pop(key)
+                usage.pop(key, None)
             return outcome
         assert request.data is not None, "submit has looked"
         self._metrics.num_hits += 1
@@ -396,7 +382,7 @@ class TieredKVStorage(KVTierProtocol):
         put = TierRequest("put", request.header, request.data)
         outcome = yield level - 1, put
         if outcome == "done":
-            self._usages[level].pop(request.header.key)
+            self._usages[level].pop(request.header.key, None)
             self._usages[level - 1].add(usage)
             self._metrics.num_promoted += 1
             yield level, TierRequest("delete", request.header)
@@ -406,7 +392,7 @@ class TieredKVStorage(KVTierProtocol):
         level = self._find(request)
         if level is None:
             return "missing"
-        self._usages[level].pop(request.header.key)
+        self._usages[level].pop(request.header.key, None)
         return (yield level, request)
 
     def _touch(self, key: BlockKey) -> bool:
