@@ -36,7 +36,7 @@ _WHOLE = (
     "transformers.models.auto.configuration_auto",
     "transformers.models.auto.tokenization_auto",
     "safetensors.torch",
-    "fastapi",
+    "starlette.applications",
     "uvicorn",
     "uvicorn.protocols.http.httptools_impl",
     "uvicorn.loops.uvloop",

@@ -6,8 +6,12 @@ import time
 from math import ceil
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from sagellm.core import get_logger
 from sagellm.engines import __version__
@@ -42,7 +46,7 @@ def create_app(
     *,
     max_num_seqs: int = 256,
     text_runner: TextRunner | None = None,
-) -> FastAPI:
+) -> Starlette:
     """Build the application around a loaded engine.
 
     `text_runner` runs the model's template and tokenizer; None runs them in this process, without a time
@@ -52,7 +56,6 @@ def create_app(
     """
     settings = with_key_file(settings, logger.warning)
     check_access(settings)
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     names = settings.served_model_name or (front.model_name,)
     keys = Keys(settings.api_keys, Quota(settings.max_requests_per_key, settings.max_tokens_per_key))
     admission = Admission(max_num_seqs + settings.max_queued_requests, keys.quotas)
@@ -66,32 +69,33 @@ def create_app(
         deadline_ms=settings.deadline_ms,
         is_lenient=settings.lenient,
     )
-    app.state.admission, app.state.service = service.admission, service
     start_page = StartPage(
         names[0], needs_key=bool(settings.api_keys), has_template=service.encoder.has_template
     )
-    _add_probes(app, service)
-    paths = _add_routes(app, service, start_page)
-    app.add_exception_handler(HTTPException, _answer)
-    app.add_middleware(
+    routes = [*_probes(service), *_endpoints(service, start_page)]
+    spans = Spans.open(settings)
+    gate = Middleware(
         BodyGate,
-        paths=paths,
+        paths=frozenset(route.path for route in routes if "POST" in (route.methods or ())),
         timeout_s=settings.body_timeout,
         stall_timeout_s=settings.body_stall_timeout,
         is_shared=len(keys.quotas) > 1,
     )
-    app.add_middleware(AccessControl, keys=keys, settings=settings)
-    app.add_middleware(ResponseHeaders)
-    spans = app.state.spans = Spans.open(settings)
-    if spans is not None:
-        app.add_middleware(SpanMiddleware, spans=spans)
-    if settings.access_log:
-        app.add_middleware(AccessLog)
+    middleware = [  # the outermost first
+        *([Middleware(AccessLog)] if settings.access_log else []),
+        *([] if spans is None else [Middleware(SpanMiddleware, spans=spans)]),
+        Middleware(ResponseHeaders),
+        Middleware(AccessControl, keys=keys, settings=settings),
+        gate,
+    ]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _answer})
+    app.router.redirect_slashes = False
+    app.state.admission, app.state.service, app.state.spans = admission, service, spans
     return app
 
 
-def _add_routes(app: FastAPI, service: Service, start_page: StartPage) -> frozenset[str]:
-    """Add the endpoints of users; return the paths of those that take a body."""
+def _endpoints(service: Service, start_page: StartPage) -> list[Route]:
+    """Return the endpoints of users."""
     models = [_model(name, service.front.max_model_len) for name in service.model_names]
 
     async def list_models(_: Request) -> Response:
@@ -107,23 +111,20 @@ def _add_routes(app: FastAPI, service: Service, start_page: StartPage) -> frozen
     async def show_tokenizer(_: Request) -> Response:
         return _json(tokenizer_info(service.front.tokenizer))
 
-    app.add_route("/", start_page.show, methods=["GET"])
-    app.add_route("/v1/models", list_models, methods=["GET"])
-    app.add_route("/v1/models/{name:path}", get_model, methods=["GET"])
-    app.add_route("/tokenizer_info", show_tokenizer, methods=["GET"])
-    posts = {
-        "/v1/completions": Completions(service),
-        "/v1/chat/completions": Chats(service),
-        "/tokenize": Tokenize(service),
-        "/detokenize": Detokenize(service),
-    }
-    for path, application in posts.items():
-        app.add_route(path, application, methods=["POST"])  # type: ignore[arg-type]
-    return frozenset(posts)
+    return [
+        Route("/", start_page.show),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{name:path}", get_model),
+        Route("/tokenizer_info", show_tokenizer),
+        Route("/v1/completions", Completions(service), methods=["POST"]),
+        Route("/v1/chat/completions", Chats(service), methods=["POST"]),
+        Route("/tokenize", Tokenize(service), methods=["POST"]),
+        Route("/detokenize", Detokenize(service), methods=["POST"]),
+    ]
 
 
-def _add_probes(app: FastAPI, service: Service) -> None:
-    """Add the endpoints that report the server's state to its operator."""
+def _probes(service: Service) -> list[Route]:
+    """Return the endpoints that report the server's state to its operator."""
     probe = EngineProbe(service.front)
 
     async def health(_: Request) -> Response:
@@ -154,8 +155,7 @@ def _add_probes(app: FastAPI, service: Service) -> None:
         return Response(page, headers={"content-type": _METRICS_TYPE})
 
     pages = {"/health": health, "/ping": health, "/ready": ready, "/version": version, "/metrics": metrics}
-    for path, endpoint in pages.items():
-        app.add_route(path, endpoint, methods=["GET"])
+    return [Route(path, endpoint) for path, endpoint in pages.items()]
 
 
 def _model(name: str, max_model_len: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from sagellm.engines.config.sections import ServerConfig
 from sagellm.server.http.admission import Admission
@@ -96,7 +96,7 @@ class HTTPServer(uvicorn.Server):
 
 
 def make_server(
-    app: FastAPI, settings: ServerConfig, *, on_drain: Callable[[], None] | None = None, **options: Any
+    app: Starlette, settings: ServerConfig, *, on_drain: Callable[[], None] | None = None, **options: Any
 ) -> HTTPServer:
     """Make the server; `serve()` runs it on the current event loop, `run()` on its own.
 
