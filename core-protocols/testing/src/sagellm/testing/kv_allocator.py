@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import threading
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -138,7 +138,7 @@ class KVAllocatorContract:
         for seed in range(5):
             allocator, total = self.make_with(0)
             held = allocator.allocate(total) if total else []
-            random.Random(seed).shuffle(held)
+            Random(seed).shuffle(held)
             for block_id in held:
                 allocator.free([block_id])
             assert allocator.metrics().largest_free_run == total
@@ -220,61 +220,11 @@ class KVAllocatorContract:
 
     def run_random_operations(self, num_operations: int, *, check_every: int, seed: int = 0) -> None:
         """Compare with a set of held ids, mixing in wrong calls."""
-        allocator, total = self.make_with(0)
-        rng = random.Random(seed)
-        held: list[BlockId] = []
+        machine, rng = KVAllocatorMachine(*self.make_with(0)), Random(seed)
         for step in range(num_operations):
-            draw = rng.random()
-            if draw < 0.45:
-                self._allocate_some(allocator, rng, held, total)
-            elif draw < 0.55:
-                self._claim_some(allocator, rng, held, total)
-            else:
-                self._free_some(allocator, rng, held, total)
-            assert allocator.num_free_blocks == total - len(held)
+            machine.step(rng)
             if step % check_every == 0:
-                assert allocator.all_allocated(held)
-                allocator.check_integrity()
-
-    def _allocate_some(
-        self, allocator: KVAllocatorProtocol, rng: random.Random, held: list[BlockId], total: int
-    ) -> None:
-        size = rng.randint(0, 12)
-        if 1 <= size <= total - len(held):
-            block_ids = allocator.allocate(size)
-            assert len(set(block_ids)) == size
-            assert set(block_ids).isdisjoint(held), "a block was handed out while it was held"
-            assert all(0 <= block_id < total for block_id in block_ids)
-            held += block_ids
-        else:
-            with pytest.raises(OutOfBlocksError if size else BlockError):
-                allocator.allocate(size)
-
-    def _claim_some(
-        self, allocator: KVAllocatorProtocol, rng: random.Random, held: list[BlockId], total: int
-    ) -> None:
-        free = sorted(set(range(total)) - set(held))
-        block_ids = [BlockId(block_id) for block_id in rng.sample(free, min(len(free), rng.randint(0, 4)))]
-        if held and rng.random() < 0.2:
-            with pytest.raises(BlockError):
-                allocator.claim([*block_ids, rng.choice(held)])
-        else:
-            allocator.claim(block_ids)
-            held += block_ids
-
-    def _free_some(
-        self, allocator: KVAllocatorProtocol, rng: random.Random, held: list[BlockId], total: int
-    ) -> None:
-        rng.shuffle(held)
-        size = rng.randint(0, min(12, len(held)))
-        block_ids = held[:size]
-        if rng.random() < 0.2:  # an id that is not held, or a repeated one
-            bad = rng.choice([*block_ids, *(set(range(-1, total + 1)) - set(held))])
-            with pytest.raises(BlockError):
-                allocator.free([*block_ids, BlockId(bad)])
-        else:
-            allocator.free(block_ids)
-            del held[:size]
+                machine.the_counts_agree()
 
     def test_it_costs_little(self) -> None:
         """A generous budget, which only another order of growth exceeds."""
@@ -374,6 +324,19 @@ class KVAllocatorMachine(RuleBasedStateMachine):
         self.total = total
         self.held: list[BlockId] = []
 
+    def step(self, rng: Random) -> None:
+        """Make one call, right or wrong, with random arguments."""
+        draw, picks = rng.random(), [rng.randrange(1 << 16) for _ in range(rng.randint(0, 12))]
+        if draw < 0.45:
+            self.allocate(size=rng.randint(0, 12))
+        elif draw < 0.55:
+            self.claim(wanted=[rng.randrange(-1, self.total + 1) for _ in range(rng.randint(0, 3))])
+        elif draw < 0.9:
+            self.free(picks=picks)
+        else:
+            self.free_with_a_wrong_id(picks=picks, wrong=rng.randrange(-1, self.total + 1))
+        assert self.allocator.num_free_blocks == self.total - len(self.held)
+
     @rule(size=st.integers(0, 6))
     def allocate(self, size: int) -> None:
         """Request some blocks, sometimes none or more than are free."""
@@ -434,21 +397,34 @@ class KVAllocatorMachine(RuleBasedStateMachine):
         self.allocator.check_integrity()
 
 
-def _handed_out(
-    allocator: KVAllocatorProtocol, rng: Random, beside: KVAllocatorProtocol | None = None
+def handed_out(
+    allocate: Callable[[int], Sequence[BlockId]],
+    free: Callable[[list[BlockId]], object],
+    num_free: Callable[[], int],
+    rng: Random,
+    elsewhere: Callable[[], None],
 ) -> list[list[BlockId]]:
-    """Allocate and free at random and return what was handed out; keep another one busy meanwhile."""
+    """Allocate and free at random and return what was handed out; call `elsewhere` in between."""
     held: list[BlockId] = []
     handed_out = []
     for _ in range(300):
         size = rng.randint(1, 9)
-        if size <= allocator.num_free_blocks and rng.random() < 0.6:
-            handed_out.append(list(allocator.allocate(size)))
+        if size <= num_free() and rng.random() < 0.6:
+            handed_out.append(list(allocate(size)))
             held += handed_out[-1]
         else:
             rng.shuffle(held)
-            allocator.free(held[:size])
+            free(held[:size])
             del held[:size]
+        elsewhere()
+    return handed_out
+
+
+def _handed_out(
+    allocator: KVAllocatorProtocol, rng: Random, beside: KVAllocatorProtocol | None = None
+) -> list[list[BlockId]]:
+    def elsewhere() -> None:
         if beside is not None and beside.num_free_blocks:
             beside.allocate(1)
-    return handed_out
+
+    return handed_out(allocator.allocate, allocator.free, lambda: allocator.num_free_blocks, rng, elsewhere)

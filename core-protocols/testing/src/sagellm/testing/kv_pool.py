@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Mapping
 from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sagellm.core.errors import BlockError, OutOfBlocksError
 from sagellm.core.ids import BlockId, SequenceId
 from sagellm.core.protocols.kv_pool import KVPoolProtocol
 from sagellm.core.runtime import Clock, VirtualClock
 from sagellm.testing.cost import least_cpu_ns, slowness
-from sagellm.testing.kv_allocator import BAD_IDS, BAD_SIZES, need
+from sagellm.testing.kv_allocator import BAD_IDS, BAD_SIZES, handed_out, need
 from sagellm.testing.kv_pool_model import KVPoolMachine, ask, compare
 from sagellm.testing.random_operations import run_operations
 from sagellm.testing.threads import NUM_THREADS, run_in_threads
-
-_PICKS = st.lists(st.integers(0, 15), max_size=6)
 
 
 class KVPoolContract:
@@ -388,9 +382,9 @@ class KVPoolContract:
     def run_alone(self, num_operations: int, *, check_every: int, seed: int = 0) -> None:
         """Compare with a reference count per block, mixing in wrong calls."""
         pool = self.make_with(0)
-        machine = KVPoolMachine(pool, random.Random(seed))
+        machine, rng = KVPoolMachine(pool), Random(seed)
         for step in range(num_operations):
-            machine.step()
+            machine.step(rng)
             if step % check_every == 0:
                 pool.check_integrity()
                 compare(pool, [machine])
@@ -400,11 +394,12 @@ class KVPoolContract:
         """Divide the operations among threads that know who holds which block."""
         pool = self.make_with(0)
         owners: dict[BlockId, KVPoolMachine] = {}
-        machines = [KVPoolMachine(pool, random.Random(seed * 8 + thread), owners) for thread in range(8)]
+        machines = [KVPoolMachine(pool, owners) for _ in range(8)]
 
         def work(thread: int) -> None:
+            rng = Random(seed * 8 + thread)
             for step in range(num_operations // 8):
-                machines[thread].step()
+                machines[thread].step(rng)
                 if step % check_every == 0:
                     pool.check_integrity()
 
@@ -419,7 +414,7 @@ class KVPoolContract:
 
     def test_no_random_sequence_of_calls_disagrees_with_a_model(self) -> None:
         """No reference is lost or invented, and the integrity holds after each step."""
-        run_operations(lambda: KVPoolOperations(self.make(16, 16, VirtualClock())))
+        run_operations(lambda: KVPoolMachine(self.make(16, 16, VirtualClock())))
 
     def test_the_integrity_holds_while_all_blocks_come_and_go(self) -> None:
         """One by one, in the order of allocation and in reverse, held once and twice."""
@@ -476,98 +471,11 @@ def _use(pool: KVPoolProtocol) -> None:
     pool.free(block_ids)
 
 
-class KVPoolOperations(RuleBasedStateMachine):
-    """Makes valid and invalid calls to a pool, and counts the references of each block."""
-
-    def __init__(self, pool: KVPoolProtocol) -> None:
-        super().__init__()
-        self.pool = pool
-        self.refs: Counter[BlockId] = Counter()
-
-    @rule(size=st.integers(0, 6), holder=st.sampled_from("ab"))
-    def allocate(self, size: int, holder: str) -> None:
-        """Request some blocks, sometimes none or more than are free."""
-        if not 1 <= size <= self.pool.total_blocks - len(self.refs):
-            with pytest.raises(OutOfBlocksError if size else BlockError):
-                self.pool.allocate(ask(size, holder))
-            return
-        block_ids = self.pool.allocate(ask(size, holder))
-        assert len(set(block_ids)) == size, f"{size} blocks were asked for, {block_ids} were given"
-        again = sorted(self.refs.keys() & set(block_ids))
-        assert not again, f"blocks {again} were handed out while they were held"
-        self.refs.update(block_ids)
-
-    @rule(picks=_PICKS)
-    def share(self, picks: list[int]) -> None:
-        """Add references, sometimes several to one block."""
-        block_ids = self._held(picks)
-        self.pool.share(block_ids)
-        self.refs.update(block_ids)
-
-    @rule(picks=_PICKS)
-    def free(self, picks: list[int]) -> None:
-        """Drop references, sometimes more than there are."""
-        block_ids = self._held(picks)
-        dropped = Counter(block_ids)
-        if any(count > self.refs[block_id] for block_id, count in dropped.items()):
-            with pytest.raises(BlockError):
-                self.pool.free(block_ids)
-            return
-        left = +(self.refs - dropped)
-        expected = len(self.refs) - len(left)
-        came = self.pool.free(block_ids)
-        assert came == expected, f"free({block_ids}) returned {came}; {expected} blocks became free"
-        self.refs = left
-
-    @rule(size=st.integers(0, 4))
-    def compact(self, size: int) -> None:
-        """Move some blocks as the pool plans."""
-        moves = self.pool.plan_moves(size)
-        assert len(moves) <= size, f"{size} moves were asked for, {moves} are planned"
-        self.pool.move(moves)
-        for source, target in moves:
-            assert target not in self.refs, f"block {target} is held, and {source} was to be moved there"
-            self.refs[target] = self.refs.pop(source)
-
-    @rule(picks=_PICKS, wrong=st.integers(-1, 16))
-    def name_a_free_block(self, picks: list[int], wrong: int) -> None:
-        """Share and free blocks that nobody holds, mixed with held ones."""
-        if wrong not in self.refs:
-            for call in (self.pool.share, self.pool.free):
-                with pytest.raises(BlockError):
-                    call([*self._held(picks), BlockId(wrong)])
-
-    def _held(self, picks: list[int]) -> list[BlockId]:
-        held = list(self.refs)
-        return [held[pick % len(held)] for pick in picks] if held else []
-
-    @invariant()
-    def the_counts_agree(self) -> None:
-        """Every reference is known, the rest is free, and the bookkeeping is consistent."""
-        came = {block_id: info.ref_count for block_id, info in self.pool.block_info.items()}
-        assert came == self.refs, f"references are said to be {came}; they are {dict(self.refs)}"
-        num_free = self.pool.total_blocks - len(self.refs)
-        assert self.pool.get_free_blocks() == num_free, (
-            f"{self.pool.get_free_blocks()} blocks are said to be free; {num_free} are"
-        )
-        self.pool.check_integrity()
-
-
 def _handed_out(
     pool: KVPoolProtocol, rng: Random, beside: KVPoolProtocol | None = None
 ) -> list[list[BlockId]]:
-    """Allocate and free at random and return what was handed out; keep another one busy meanwhile."""
-    held: list[BlockId] = []
-    handed_out = []
-    for _ in range(300):
-        size = rng.randint(1, 9)
-        if size <= pool.get_free_blocks() and rng.random() < 0.6:
-            handed_out.append(pool.allocate(ask(size)))
-            held += handed_out[-1]
-        else:
-            rng.shuffle(held)
-            pool.free(held[:size])
-            del held[:size]
+    def elsewhere() -> None:
         if beside is not None and beside.get_free_blocks():
             beside.allocate(ask(1))
-    return handed_out
+
+    return handed_out(lambda size: pool.allocate(ask(size)), pool.free, pool.get_free_blocks, rng, elsewhere)
