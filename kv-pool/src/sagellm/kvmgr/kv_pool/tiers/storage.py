@@ -172,8 +172,8 @@ class TieredKVStorage(KVTierProtocol):
         self._results: list[TierResult] = []
         self._num_submits = 0
         self._metrics = TieredMetrics()
-        for level, tier in enumerate(self._tiers):
-            self._adopt(level, tier.stored())
+        for level, guarded in enumerate(self._tiers):
+            self._adopt(level, guarded.stored())
 
     def __repr__(self) -> str:
         tiers = ", ".join(f"{name}: {tier!r}" for name, tier in zip(self.names, self._tiers, strict=True))
