@@ -106,7 +106,7 @@ def test_options_are_checked_and_told_with_their_defaults():
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"has no option 'search_scale'.*Did you mean 'search_scales'"):
         PluginRegistry.load().make("quantizer", ProviderSpec("int4", {"search_scale": False}))
-    with pytest.raises(ConfigError, match="search_scales is 'no'; it must be bool"):
+    with pytest.raises(ConfigError, match="search_scales is 'no'; it must be true or false"):
         PluginRegistry.load().make("quantizer", ProviderSpec("int4", {"search_scales": "no"}))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pytest
 
@@ -19,7 +21,8 @@ from sagellm.core import (
     QuantizationConfig,
     QuantizationGranularity,
 )
-from sagellm.core.plugins.options import ChosenProvider
+from sagellm.core.plugins.options import ChosenProvider, Limits
+from sagellm.core.protocols.scheduler_ir import NullSchedulerPass
 
 if TYPE_CHECKING:
     from nowhere import Unresolvable  # type: ignore[import-not-found]
@@ -116,8 +119,8 @@ def test_an_unknown_option_is_told_with_all_there_are_and_the_nearest():
     with pytest.raises(ConfigError) as caught:
         chosen(Order, "scheduler_pass", by="age", ageing=3).check()
     assert str(caught.value) == (
-        "scheduler_pass 'mine' has no option 'ageing'; it takes by (str, required), "
-        "ageing_s (float, default 30.0). Did you mean 'ageing_s'?"
+        "scheduler_pass 'mine' has no option 'ageing'; it takes by (a text; required), "
+        "ageing_s (a number; default 30.0). Did you mean 'ageing_s'?"
     )
 
 
@@ -129,7 +132,7 @@ def test_what_the_engine_passes_is_not_an_option(name):
 
 
 def test_a_missing_option_is_told():
-    with pytest.raises(ConfigError, match=r"'mine' needs the option by \(str, required\)"):
+    with pytest.raises(ConfigError, match=r"'mine' needs the option by \(a text; required\)"):
         chosen(Order, "scheduler_pass").make()
 
 
@@ -152,12 +155,76 @@ def test_a_value_of_another_type_is_told_with_the_type(name, value):
         chosen(Policy, **{name: value}).check()
 
 
+class Limited:
+    def __init__(
+        self,
+        *,
+        share: Annotated[float, Limits(ge=0, le=1)] = 0.5,
+        num: Annotated[int, Limits(gt=0)] | None = None,
+        size: Annotated[int, SimpleNamespace(lt=9)] = 1,
+    ) -> None:
+        if share == num:
+            raise ConfigError("share is num; give another")
+        if num == 13:
+            raise ConfigError("thirteen is refused")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "must"),
+    [
+        ("share", 1.5, "a number from 0 to 1"),
+        ("share", True, "a number from 0 to 1"),
+        ("share", math.nan, "a number from 0 to 1"),
+        ("num", 0, "a whole number above 0, or null"),
+        ("num", "x", "a whole number above 0, or null"),
+        ("size", 9, "a whole number below 9"),
+    ],
+)
+def test_a_value_beyond_a_limit_reads_as_one_of_another_type(name, value, must):
+    with pytest.raises(ConfigError) as caught:
+        chosen(Limited, **{name: value}).check()
+    assert str(caught.value) == f"eviction_policy 'mine': {name} is {value!r}; it must be {must}"
+    assert {each.name: each.type for each in chosen(Limited).options()}[name] == must
+
+
+def test_limits_hold_at_their_ends_and_infinity_is_beyond_one():
+    assert chosen(Limited, share=1, num=1, size=8).check() == {"share": 1.0, "num": 1, "size": 8}
+    for value in (math.inf, 10**400):
+        with pytest.raises(ConfigError, match="share is"):
+            chosen(Limited, share=value).check()
+
+
+def test_an_option_that_its_class_refuses_is_told_like_others():
+    with pytest.raises(ConfigError, match=r"^eviction_policy 'mine': share is num; give another$"):
+        chosen(Limited, share=1, num=1).make()
+    with pytest.raises(ConfigError, match=r"^thirteen is refused$"):
+        chosen(Limited, num=13).make()
+
+
+def test_fields_of_a_pass_are_checked_when_it_is_made():
+    @dataclass(frozen=True)
+    class Aged(NullSchedulerPass):
+        ageing_s: Annotated[float, Limits(gt=0)] = 30.0
+
+    assert Aged(ageing_s=1).ageing_s == 1
+    with pytest.raises(ConfigError, match=r"^null: ageing_s is 0; it must be a number above 0$"):
+        Aged(ageing_s=0)
+
+
+@pytest.mark.parametrize(
+    "text", ["a{x=1, x=1}", "a{x=1, 'x': 2}", "{name: a, options: {x: 1, x: 2}}", "a{y={x=1,x=2}}"]
+)
+def test_a_name_given_twice_is_an_error_that_says_so(text):
+    with pytest.raises(ConfigError, match="'x' is given twice; keep one"):
+        ProviderSpec.of(text)
+
+
 def test_a_type_that_cannot_be_resolved_is_not_checked():
     assert chosen(Policy, other=object).make().given["other"] is object
 
 
 def test_a_value_of_a_kind_with_secrets_is_not_shown():
-    with pytest.raises(ConfigError, match="by is of type int; it must be str"):
+    with pytest.raises(ConfigError, match="by is of type int; it must be a text"):
         chosen(Order, "kv_tier", by=4711).check()
 
 

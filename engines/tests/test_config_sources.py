@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sagellm.core import ConfigError
+from sagellm.core import ConfigError, ProviderSpec
 from sagellm.engines.config.sources import load_config, user_config_file
 
 
@@ -215,3 +215,17 @@ def test_the_users_file_follows_the_platform():
 def test_the_users_file_follows_other_platforms(monkeypatch, platform, expected):
     monkeypatch.setattr(sys, "platform", platform)
     assert user_config_file({"HOME": "/h", "APPDATA": "/a"}) == Path(expected)
+
+
+def test_a_stage_among_the_passes_comes_from_where_these_do(tmp_path):
+    (tmp_path / "sagellm.yaml").write_text("scheduler: {order: mlfq, share: none}")
+    loaded = load_config(
+        {"scheduler_passes": "order=lifetime{starvation_s=30}, batching"},
+        environ={"HOME": str(tmp_path)},
+        directory=tmp_path,
+    )
+    scheduler = loaded.config.scheduler
+    assert scheduler.order == ProviderSpec("lifetime", {"starvation_s": 30})
+    assert (scheduler.passes, scheduler.share) == ((ProviderSpec("batching"),), None)
+    assert str(loaded.origins["scheduler.order"]) == "flag --scheduler-passes"
+    assert loaded.origins["scheduler.share"].kind == "file"

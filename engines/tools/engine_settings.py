@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from sagellm.core import ProviderSpec
 from sagellm.engines.config.explain import kind_of
+from sagellm.engines.config.schema import field_of
 from sagellm.engines.config.settings import FLAT_NAMES
-from sagellm.engines.config.text import field_of
 from sagellm.engines.config.vllm_names import VLLM_NAMES
 
 TARGET = Path(__file__).parents[1] / "src/sagellm/engines/config/engine_settings.py"

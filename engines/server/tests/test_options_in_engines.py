@@ -110,15 +110,15 @@ def test_the_configuration_of_an_engine_keeps_the_options_of_its_backend(make_en
         (
             {"scheduler_passes": "notes{text=a, aging_s=3}"},
             "scheduler.passes: scheduler_pass 'notes' has no option 'aging_s'; "
-            "it takes text (str, required), ageing_s (float, default 30.0). Did you mean 'ageing_s'?",
+            "it takes text (a text; required), ageing_s (a number; default 30.0). Did you mean 'ageing_s'?",
         ),
         (
             {"scheduler_passes": "notes{ageing_s=3}"},
-            "scheduler.passes: scheduler_pass 'notes' needs the option text (str, required)",
+            "scheduler.passes: scheduler_pass 'notes' needs the option text (a text; required)",
         ),
         (
             {"quantization": "rounding{seed=x}"},
-            "model.quantization: quantizer 'rounding': seed is 'x'; it must be int",
+            "model.quantization: quantizer 'rounding': seed is 'x'; it must be a whole number",
         ),
         (
             {"kv_pool": "paged{pages=3}"},

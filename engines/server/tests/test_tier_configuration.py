@@ -35,9 +35,10 @@ NO_MODEL = "/there/is/no/such/model"
         ),
         (
             {"file": {"max_bytes": "1MiB", "folders": "x"}},
-            "kv.tiers: kv_tier 'file' has no option 'folders'; it takes max_bytes (int, required), "
-            "folder (str | None, default None), name (str | None, default None), timeout_s (float, default "
-            "30.0). Did you mean 'folder'?",
+            "kv.tiers: kv_tier 'file' has no option 'folders'; it takes max_bytes "
+            "(a whole number; required), folder (a text, or null; default None), "
+            "name (a text, or null; default None), "
+            "timeout_s (a number; default 30.0). Did you mean 'folder'?",
         ),
         (
             {"file": {"max_bytes": "1MiB", 3: "x"}},
@@ -60,24 +61,24 @@ def test_a_mistake_is_found_before_a_model_is_looked_for(tiers, message):
         ({"file": {"max_bytes": "1MiB", "name": "/etc/x"}}, "kv.tiers: the KV file is called '/etc/x'"),
         (
             {"file": {"max_bytes": "1MiB", "name": 5}},
-            "kv.tiers: kv_tier 'file': name is of type int; it must be str | None",
+            "kv.tiers: kv_tier 'file': name is of type int; it must be a text, or null",
         ),
         (
             {"file": {"max_bytes": "1MiB", "folder": 5}},
-            "kv.tiers: kv_tier 'file': folder is of type int; it must be str | None",
+            "kv.tiers: kv_tier 'file': folder is of type int; it must be a text, or null",
         ),
         ({"file": {"max_bytes": "1MiB", "folder": "/proc/x"}}, "kv.tiers: the KV file "),
         ({"file": {"max_bytes": "1MiB", "folder": "a\0b"}}, "kv.tiers: the KV file "),
         ({"host": "9000000TiB"}, "kv.tiers: "),
-        ({"redis": {"max_bytes": "1MiB", "timeout_s": 0}}, "kv.tiers: timeout_s is 0"),
-        ({"redis": {"max_bytes": "1MiB", "prefix": ""}}, "kv.tiers: prefix is ''"),
+        ({"redis": {"max_bytes": "1MiB", "timeout_s": 0}}, "kv.tiers: kv_tier 'redis': timeout_s is 0"),
+        ({"redis": {"max_bytes": "1MiB", "prefix": ""}}, "kv.tiers: kv_tier 'redis': prefix is ''"),
         (
             {"redis": {"max_bytes": "1MiB", "url": "http://:secret@x"}},
-            "kv.tiers: url is not a Redis URL",
+            "kv.tiers: kv_tier 'redis': url is not a Redis URL",
         ),
         (
             {"redis": {"max_bytes": "1MiB", "url": "redis://:secret@x:y"}},
-            "kv.tiers: url is not a Redis URL",
+            "kv.tiers: kv_tier 'redis': url is not a Redis URL",
         ),
     ],
 )

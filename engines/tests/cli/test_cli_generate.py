@@ -166,7 +166,13 @@ def test_arguments_of_logits_processors_are_a_mapping(sage, engine):
     assert params.extra_args == {"size": 3, "words": ["a", "b"], "strict": True}
 
 
-@pytest.mark.parametrize("text", ["3", "[a]", "{", "size=3", ""])
+def test_a_mapping_that_cannot_be_read_is_told_with_the_place(sage, engine):
+    for text, what in [("{", "character 2"), ("{a=1, a=2}", "'a' is given twice; keep one")]:
+        result = sage("llm", "generate", "x", "--model", "m", "--extra-args", text)
+        assert (result.code, what in result.err, engine) == (2, True, []), result.err
+
+
+@pytest.mark.parametrize("text", ["3", "[a]", "size=3", ""])
 def test_arguments_that_are_not_a_mapping_are_told(sage, engine, text):
     result = sage("llm", "generate", "x", "--model", "m", "--extra-args", text)
     expected = f"Error: --extra-args is {text!r}; it must be a mapping, as in '{{name: 3}}'\n"

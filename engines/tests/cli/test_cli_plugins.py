@@ -340,13 +340,13 @@ def test_info_lists_the_options_with_types_and_defaults(sage):
     shown = sage("plugins", "info", "qos").out
     rows = [" ".join(line.split()) for line in shown.splitlines()]
     assert "OPTION TYPE DEFAULT" in rows
-    assert "weights Mapping[str, float] | None None" in rows
-    assert "default_weight float 1.0" in rows
-    assert "within str 'lru'" in rows
+    assert "weights Mapping[str, float], or null None" in rows
+    assert "default_weight a number 1.0" in rows
+    assert "within a text 'lru'" in rows
     assert "as in --eviction-policy 'qos{weights=…}'" in rows
     (found,) = sage("plugins", "info", "qos", "--json").json["providers"]
     assert found["options"][1] == {
-        "name": "default_weight", "type": "float", "is_required": False, "default": 1.0,
+        "name": "default_weight", "type": "a number", "is_required": False, "default": 1.0,
     }  # fmt: skip
 
 
@@ -391,3 +391,17 @@ def test_the_tab_key_completes_providers_distributions_and_kinds(install):
     assert "sagellm-kv-pool" in complete_plugin("sagellm-")
     assert complete_kind("kv_t") == ["kv_tier"]
     assert complete_providers("eviction_policy")("lru,s3") == ["lru,s3fifo"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("order=lif", ["order=lifetime"]),
+        ("order=lifetime{st", ["order=lifetime{starvation_s="]),
+        ("mlfq,order=lifetime{starvation_s=3, max", ["mlfq,order=lifetime{starvation_s=3, max_probes="]),
+        ("lifetime{starvation_s=3},ml", ["lifetime{starvation_s=3},mlfq"]),
+        ("there-is-none{st", []),
+    ],
+)
+def test_the_names_of_options_can_be_completed(typed: str, completed: list[str]) -> None:
+    assert complete_providers("scheduler_pass")(typed) == completed

@@ -42,10 +42,10 @@ class Modules:
     def __init__(self, registry: PluginRegistry, config: EngineConfig) -> None:
         self.registry = registry
         self.config = config
-        for _, kind, spec in config.providers():
+        for key, kind, spec in config.providers():
             registry.find(kind, spec.name)
             if spec.options:
-                self._keyed(kind, self.registry.choose(kind, spec).check)
+                _keyed(key, self.registry.choose(kind, spec).check)
 
     def make(self, kind: str, spec: ProviderSpec | str, *args: Any, **keywords: Any) -> Any:
         """Build a provider according to its protocol, with its options.
@@ -53,7 +53,7 @@ class Modules:
         Raises ConfigError, which names the setting, for options that it does not take, and PluginError, which
         names the distribution, if its factory fails.
         """
-        return self._keyed(kind, self.registry.make, kind, spec, *args, **keywords)
+        return _keyed(SETTINGS.get(kind, kind), self.registry.make, kind, spec, *args, **keywords)
 
     def eviction_policy(self, spec: ProviderSpec) -> Any:
         """Build an eviction policy. If it takes a `lifetime_predictor`, it gets its own new one to train."""
@@ -66,11 +66,12 @@ class Modules:
         """Return how errors name a provider: kind, name, distribution and version."""
         return self.registry.find(kind, name).label
 
-    def _keyed(self, kind: str, call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        try:
-            return call(*args, **keywords)
-        except ConfigError as error:
-            raise ConfigError(f"{SETTINGS.get(kind, kind)}: {error}") from error
+
+def _keyed(key: str, call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    try:
+        return call(*args, **keywords)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def engine(modules: Modules, runtime: Runtime) -> EngineProtocol:

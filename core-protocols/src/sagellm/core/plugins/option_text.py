@@ -7,7 +7,9 @@ Flow style of YAML with `=` as another word for `: `, so that what people write 
     quoted   := "JSON's string" | 'no escapes, '' for a quote'
     word     := null, true, false (~, yes, no, on, off too), a number, or else the text as it stands
 
-The same text comes from flags, variables and configuration files; `options_text` writes what is read here.
+The same text comes from flags, variables, configuration files and running engines' operators; `options_text`
+writes what is read here. A list of providers is the inside of a list of values, where `slot=name{…}` names
+the slot that a provider takes.
 """
 
 from __future__ import annotations
@@ -23,17 +25,15 @@ from sagellm.core.errors import ConfigError
 MAX_CHARACTERS = 64 << 10
 _MAX_DEPTH = 32
 _MAX_DIGITS = 40
-_WORDS = {
-    **dict.fromkeys(("null", "~", ""), None),
-    **dict.fromkeys(("true", "yes", "on"), True),
-    **dict.fromkeys(("false", "no", "off"), False),
-}
+BOOLEANS = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False)
+_WORDS = {"null": None, "~": None, "": None, **BOOLEANS}
 _NUMBER = re.compile(r"[-+]?(?:\d+|(?=\.?\d)\d*\.?\d*(?:[eE][-+]?\d+)?|\.?inf|\.?nan)")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\']|\'\')*\'', re.DOTALL)
 _WORD = re.compile(r"[^{}\[\],\"']+")
 _KEY = re.compile(r"\s*(?P<key>[^{}\[\],=:\"']+?)\s*(?:=|:\s|:(?=[{\[\"']))")
 _SPACE = re.compile(r"\s*")
 _PLAIN = re.compile(r"[A-Za-z_][\w.-]*")
+_SLOT = re.compile(r"\s*([^\W\d]\w*)\s*=\s*(.*)", re.DOTALL)
 _MARK = re.compile(rf"{_QUOTED.pattern}|[{{}}\[\],]", re.DOTALL)
 
 
@@ -48,7 +48,10 @@ def options_text(options: Mapping[str, Any]) -> str:
 
 
 def split(text: str) -> list[str]:
-    """Split at commas outside of brackets and quotes."""
+    """Split at commas outside of brackets and quotes; the whole may stand in square brackets."""
+    text = text.strip()
+    if text[:1] == "[" and text[-1:] == "]":
+        text = text[1:-1]
     depth, start, parts = 0, 0, []
     for mark in _MARK.finditer(text):
         depth += (mark[0] in "{[") - (mark[0] in "}]")
@@ -56,6 +59,12 @@ def split(text: str) -> list[str]:
             parts.append(text[start : mark.start()])
             start = mark.end()
     return [part.strip() for part in (*parts, text[start:]) if part.strip()]
+
+
+def slot_of(item: Any) -> tuple[str, Any]:
+    """Return the slot and the provider of `slot=name{…}`; the slot of anything else is ""."""
+    match = _SLOT.fullmatch(item) if isinstance(item, str) else None
+    return (match[1], match[2].rstrip()) if match else ("", item)
 
 
 def _value_text(value: Any) -> str:
@@ -107,7 +116,7 @@ class _Reader:
         while self._next("}", "{"):
             key = self._key()
             if key in found:
-                raise self._fault(f"{key!r:.40} is given twice")
+                raise self._fault(f"{key!r:.40} is given twice; keep one")
             found[key] = self._value(depth + 1)
         return found
 

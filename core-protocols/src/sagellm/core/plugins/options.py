@@ -1,4 +1,4 @@
-"""Options of providers: how settings specify them, and how they are checked against a factory."""
+"""Options of providers: how settings specify them, and how a factory's signature checks them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from importlib import import_module
 from inspect import Parameter, isclass, signature, unwrap
+from math import isfinite
+from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from sagellm.core.errors import ConfigError, PluginError, nearest
 from sagellm.core.plugins.failure import call_plugin
@@ -19,6 +21,11 @@ from sagellm.core.plugins.provider import KINDS
 
 _MAX_SHOWN = 100  # characters of a value in a message
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_BOUNDS = {"ge": (ge, "of at least"), "gt": (gt, "above"), "le": (le, "at most"), "lt": (lt, "below")}
+_PHRASES: dict[Any, str] = {
+    **{Any: "any", bool: "true or false", int: "a whole number", float: "a number"},
+    **{str: "a text", Path: "a path"},
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class ProviderOption:
     """One option of a provider. A name that begins with `**` stands for any name."""
 
     name: str
-    type: str  # as the signature writes it
+    type: str  # in words: `a number above 0, or null`
     is_required: bool
     default: Any = None
 
@@ -71,7 +78,20 @@ class ProviderOption:
         if self.name.startswith("**"):
             return "any other name"
         default = "required" if self.is_required else f"default {self.default!r}"
-        return f"{self.name} ({self.type}, {default})"
+        return f"{self.name} ({self.type}; {default})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The limits of a number, which is finite then: `Annotated[float, Limits(gt=0)]` as an option's type.
+
+    Other metadata with these names (that of `annotated_types`, pydantic's `Field`) is read alike.
+    """
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
 
 
 class ChosenProvider:
@@ -113,12 +133,15 @@ class ChosenProvider:
         given = self._spec.options
         if self._kind.may_hold_secrets:
             given = dict.fromkeys(given, "…")
-        names = [each.name for each in self.options() if not each.is_required and each.name[0] != "*"]
-        defaults = {each.name: each.default for each in self.options() if each.name in names}
+        optional = [each for each in self.options() if not each.is_required and each.name[0] != "*"]
+        defaults = {each.name: each.default for each in optional}
         return ", ".join(f"{name}={value}" for name, value in {**defaults, **given}.items())
 
-    def check(self) -> None:
-        """Raise ConfigError for options that are unknown to the factory, missing, or of the wrong type."""
+    def check(self) -> dict[str, Any]:
+        """Return the options converted to the signature's types.
+
+        Raises ConfigError for options that are unknown to the factory, missing, or not what their types say.
+        """
         options = self.options()
         takes_any = any(each.name.startswith("**") for each in options)
         names = [each.name for each in options if not each.name.startswith("**")]
@@ -129,24 +152,29 @@ class ChosenProvider:
         missing = [each for each in options if each.is_required and each.name not in self._spec.options]
         if missing:
             raise ConfigError(f"{self._subject} needs the option {', '.join(map(str, missing))}")
-        self._values()
+        hints = _hints(self.factory) | ({} if self._config is None else _hints(self._config))
+        return _checked(self._subject, self._spec.options, hints, is_shown=not self._kind.may_hold_secrets)
 
     def make(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the factory with the engine's arguments and the options.
 
-        Keywords that it does not have are left out. Raises ConfigError as `check` does, and PluginError,
-        which names the distribution, if the factory fails.
+        Keywords that it does not have are left out. Raises ConfigError as `check` does, also where the
+        factory refuses an option itself, and PluginError, which names the distribution, if it fails.
         """
         self._num_positional = max(self._num_positional, len(arguments))
         self._passed |= keywords.keys()
-        self.check()
-        values = self._values()
+        values = self.check()
         if self._config is not None:
             names = {each.name for each in fields(self._config)}
             given = {name: values.pop(name) for name in names & values.keys()}
             arguments = (replace(self._default_config, **given) if given else None,)  # None: its default
         passed = {name: each for name, each in keywords.items() if self._takes_all or self.takes(name)}
-        made = call_plugin(self.label, "its factory", self.factory, *arguments, **passed, **values)
+        try:
+            made = call_plugin(self.label, "its factory", self.factory, *arguments, **passed, **values)
+        except ConfigError as error:
+            if str(error).partition(" ")[0] not in self._spec.options:
+                raise
+            raise ConfigError(f"{self._subject}: {error}") from error
         if made is None:
             raise PluginError(f"{self.label}: its factory returned None; it must return the provider")
         return made
@@ -154,19 +182,50 @@ class ChosenProvider:
     def _is_passed(self, name: str) -> bool:
         return name in self._passed or name.startswith("_")
 
-    def _values(self) -> dict[str, Any]:
-        """Return the options converted to the signature's types."""
-        config = {} if self._config is None else _hints(self._config)
-        hints = _hints(self.factory) | config
-        values = {}
-        for name, value in self._spec.options.items():
-            try:
-                values[name] = _converted(value, hints.get(name, Any))
-            except (TypeError, ValueError):
-                text = f"of type {type(value).__name__}" if self._kind.may_hold_secrets else _shown(value)
-                (option,) = (each for each in self.options() if each.name == name)
-                raise ConfigError(f"{self._subject}: {name} is {text}; it must be {option.type}") from None
-        return values
+
+def check_fields(checked: Any, subject: str) -> None:
+    """Raise ConfigError unless the fields of a dataclass are what their types and limits say."""
+    values = {each.name: getattr(checked, each.name) for each in fields(checked) if each.init}
+    _checked(subject, values, _hints(type(checked)))
+
+
+def possible(hint: Any) -> str:
+    """Describe what a type accepts: `a whole number from 1 to 1024, or null`."""
+    hint, metadata = _bare(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        members = " or ".join(possible(each) for each in arguments if each is not types.NoneType)
+        return members + (", or null" if types.NoneType in arguments else "")
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if isclass(hint) and issubclass(hint, Enum):
+        return f"one of {', '.join(str(each.value) for each in hint)}"
+    if hint in _PHRASES:
+        return _PHRASES[hint] + _limits_text(_limits(metadata))
+    text = hint if isinstance(hint, str) else str(getattr(hint, "__name__", hint) if isclass(hint) else hint)
+    return text.replace("typing.", "").replace("collections.abc.", "")
+
+
+def _limits_text(limits: Mapping[str, Any]) -> str:
+    if limits.keys() == {"ge", "le"}:
+        return f" from {limits['ge']} to {limits['le']}"
+    parts = [f"{words} {limits[name]}" for name, (_, words) in _BOUNDS.items() if name in limits]
+    return f" {' and '.join(parts)}" if parts else ""
+
+
+def _checked(
+    subject: str, values: Mapping[str, Any], hints: Mapping[str, Any], *, is_shown: bool = True
+) -> dict[str, Any]:
+    """Return the values converted to their types. Raises ConfigError for the first that is of another one."""
+    converted = {}
+    for name, value in values.items():
+        hint = hints.get(name, Any)
+        try:
+            converted[name] = _converted(value, hint)
+        except (TypeError, ValueError, OverflowError):
+            text = _shown(value) if is_shown else f"of type {type(value).__name__}"
+            raise ConfigError(f"{subject}: {name} is {text}; it must be {possible(hint)}") from None
+    return converted
 
 
 def _parameters(factory: Callable[..., Any]) -> dict[str, Parameter] | None:
@@ -188,7 +247,7 @@ def _option(parameter: Parameter, factory: Callable[..., Any]) -> ProviderOption
     default = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
     return ProviderOption(
         name=f"**{parameter.name}" if is_rest else parameter.name,
-        type=_type_name(hint),
+        type=possible(hint),
         is_required=not has_default and not is_rest,
         default=default if has_default else None,
     )
@@ -204,43 +263,47 @@ def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
 def _resolved(annotation: Any, names: dict[str, Any]) -> Any:
     if not isinstance(annotation, str):
         return Any if annotation is Parameter.empty else annotation
+    holder = types.SimpleNamespace(__annotations__={"it": annotation})  # so one alone cannot fail the rest
     try:
-        holder = types.SimpleNamespace(
-            __annotations__={"it": annotation}
-        )  # so one alone cannot fail the rest
-        return get_type_hints(holder, names)["it"]
+        return get_type_hints(holder, names, include_extras=True)["it"]
     except Exception:
         return annotation
 
 
-def _type_name(hint: Any) -> str:
-    if hint is Any:
-        return "any"
-    if isclass(hint) and issubclass(hint, Enum):
-        return " | ".join(repr(each.value) for each in hint)
-    text = hint if isinstance(hint, str) else str(getattr(hint, "__name__", hint) if isclass(hint) else hint)
-    return text.replace("typing.", "").replace("collections.abc.", "").replace("pathlib.", "")
+def _bare(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return a type without its metadata, and these."""
+    return (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
+
+
+def _limits(metadata: Iterable[Any]) -> dict[str, Any]:
+    found = [(name, getattr(each, name, None)) for each in metadata for name in _BOUNDS]
+    return {name: bound for name, bound in found if bound is not None}
 
 
 def _converted(value: Any, hint: Any) -> Any:
     """Return a value converted to a type, unchecked for other types. Raises TypeError or ValueError."""
+    hint, metadata = _bare(hint)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _first_converted(value, arguments)
     if origin is Literal:
         return _require(value, value in arguments)
     hint = origin or hint
-    if hint is None or hint is types.NoneType:
+    if hint is types.NoneType:
         return _require(value, value is None)
-    if hint is float:
-        return float(_require(value, isinstance(value, int | float) and not isinstance(value, bool)))
-    if hint is int:
-        return _require(value, isinstance(value, int) and not isinstance(value, bool))
+    if hint in (float, int):
+        return _converted_number(value, hint, _limits(metadata))
     if hint in (bool, str):
         return _require(value, isinstance(value, hint))
     if isclass(hint) and issubclass(hint, Enum):
         return value if isinstance(value, hint) else hint(value)
     return _converted_collection(value, hint)
+
+
+def _converted_number(value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
+    _require(value, isinstance(value, int if hint is int else int | float) and not isinstance(value, bool))
+    is_within = all(_BOUNDS[name][0](value, bound) for name, bound in limits.items())
+    return hint(_require(value, is_within and (not limits or isfinite(hint(value)))))
 
 
 def _converted_collection(value: Any, hint: Any) -> Any:
@@ -274,7 +337,10 @@ def _read(text: str) -> Any:
         return read_value(text)
     name, brace, rest = text.partition("{")
     if brace and text.endswith("}") and not set(name) & set("[]}"):
-        return {"name": name.strip(), "options": read_value(brace + rest)}
+        try:
+            return {"name": name.strip(), "options": read_value(brace + rest)}
+        except ConfigError as error:
+            raise ConfigError(f"{error} (in the options of {_shown(name.strip())})") from None
     if brace or "}" in text:
         name = re.split("[{}]", text)[0]  # no more of it: options may be secrets
         raise ConfigError(f"the braces after {_shown(name)} do not match; write NAME{{option=value}}")

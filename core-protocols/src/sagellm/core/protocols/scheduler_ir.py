@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 from sagellm.core.errors import ConfigError, InvalidInputError
 from sagellm.core.number_ranges import ranges
+from sagellm.core.plugins.options import check_fields
 from sagellm.core.protocols.request_rows import PrefixHit, Probe, RequestRows, ScheduleRequest
 from sagellm.core.step_cost import StepCost
 from sagellm.core.unchecked import unchecked
@@ -348,13 +349,17 @@ class SchedulerMetrics:
 class SchedulerPassProtocol(ABC):
     """Edits the decisions of a step: orders, caps, deferrals, preemptions and lower limits.
 
-    Providers are called as `factory()`. A pass is a frozen dataclass whose fields are its
-    options. Rows are read-only; time is `ir.now`; state kept between steps is in `ir.state`.
-    Equal histories give equal decisions.
+    Providers are called as `factory()`. A pass is a frozen dataclass whose fields are its options, and are
+    checked against their types and `Limits` when it is made. Rows are read-only; time is `ir.now`; state kept
+    between steps is in `ir.state`. Equal histories give equal decisions.
 
     It must not starve a request: whatever it reorders, defers or preempts, age
     brings forward, and a limit that it lowers to 0 rises again.
     """
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a field whose value is not what its type and limits say."""
+        check_fields(self, self.name)
 
     @property
     @abstractmethod

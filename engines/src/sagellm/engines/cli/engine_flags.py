@@ -14,9 +14,8 @@ from sagellm.engines.cli.command import PARALLEL_FLAGS
 from sagellm.engines.cli.flags import command_help, make_flag, switch
 from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.config.explain import kind_of
-from sagellm.engines.config.schema import PROVIDER_KINDS
+from sagellm.engines.config.schema import PROVIDER_KINDS, field_of
 from sagellm.engines.config.settings import FLAT_NAMES, flag_of
-from sagellm.engines.config.text import field_of
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="Configuration file (YAML).")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
-from sagellm.core import PluginRegistry
+from sagellm.core import PluginRegistry, SageLLMError
 
 Complete = Callable[[str], list[str]]
 
@@ -26,11 +27,25 @@ def complete_kind(incomplete: str) -> list[str]:
 
 
 def complete_providers(kind: str) -> Complete:
-    """Return the completions of the last one of comma-separated provider names."""
+    """Return the completions of the last of comma-separated providers: of its name, or of an option's."""
 
     def complete(incomplete: str) -> list[str]:
-        before, comma, last = incomplete.rpartition(",")
-        names = (entry.provider.name for entry in PluginRegistry.load().providers(kind))
-        return [before + comma + name for name in beginning(names, last)]
+        registry = PluginRegistry.load()
+        head, brace, given = incomplete.rpartition("{")
+        if brace and "}" not in given:
+            last = given.rpartition(",")[2].lstrip()
+            names = _options(registry, kind, re.split("[,=]", head)[-1].strip())
+        else:
+            last = re.split("[,=]", incomplete)[-1].lstrip()
+            names = [entry.provider.name for entry in registry.providers(kind)]
+        return [incomplete.removesuffix(last) + name for name in beginning(names, last)]
 
     return complete
+
+
+def _options(registry: PluginRegistry, kind: str, name: str) -> list[str]:
+    try:
+        options = registry.choose(kind, name).options()
+    except SageLLMError:
+        return []
+    return [f"{each.name}=" for each in options if each.name[0] != "*"]

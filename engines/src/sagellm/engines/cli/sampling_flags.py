@@ -10,7 +10,9 @@ from typing import Any, get_origin
 import typer
 
 from sagellm.core import ConfigError
+from sagellm.core.plugins.option_text import read_value
 from sagellm.engines.cli.flags import command_help, make_flag, switch
+from sagellm.engines.config.shown import shown
 from sagellm.engines.sampling.checks import Parameter
 from sagellm.engines.sampling.params import PARAMETERS, SamplingParams
 
@@ -69,15 +71,10 @@ def check_ranges(given: Mapping[str, Any]) -> None:
 
 
 def read_mapping(name: str, text: str) -> dict[str, Any]:
-    """Read the text of a flag that takes a mapping, which is YAML. Raises ConfigError."""
-    from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
-    from sagellm.engines.config.shown import shown
-
+    """Read the text of a flag that takes a mapping, written as options are. Raises ConfigError."""
     flag = f"--{name.replace('_', '-')}"
     try:
-        value = parse_yaml(text)
-    except YAMLSyntaxError:
-        value = None
+        value = read_value(text)
     except ConfigError as error:
         raise ConfigError(f"{flag} cannot be read: {error}") from error
     if not isinstance(value, dict):

@@ -6,11 +6,11 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from sagellm.core import ConfigError, nearest
+from sagellm.core.plugins import options
 from sagellm.engines.config.settings import ALL_NAMES
 from sagellm.engines.config.shown import shown
 
@@ -76,13 +76,11 @@ def kind_of(field: FieldInfo) -> tuple[Any, bool]:
 def _phrase(kind: Any, field: FieldInfo) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(_choices(kind, field))
-    if kind is bool:
-        return "true or false"
-    if kind in (int, float):
-        return ("a whole number" if kind is int else "a number") + _limits(field)
     if kind is str:
         return "a text that is not empty"
-    return "a list of texts that are not empty"
+    if get_origin(kind) is tuple:
+        return "a list of texts that are not empty"
+    return options.possible(Annotated[(kind, *field.metadata)] if field.metadata else kind)
 
 
 def _choices(kind: Any, field: FieldInfo) -> Iterator[str]:
@@ -90,12 +88,3 @@ def _choices(kind: Any, field: FieldInfo) -> Iterator[str]:
     for choice in get_args(kind):
         others = [alias for alias, name in aliases.items() if name == choice]
         yield f"{choice} (or {', '.join(others)})" if others else str(choice)
-
-
-def _limits(field: FieldInfo) -> str:
-    low = next((limit.ge for limit in field.metadata if isinstance(limit, Ge)), None)
-    above = next((limit.gt for limit in field.metadata if isinstance(limit, Gt)), None)
-    high = next((limit.le for limit in field.metadata if isinstance(limit, Le)), None)
-    if above is not None:
-        return f" above {above} and at most {high}"
-    return f" of at least {low}" if high is None else f" from {low} to {high}"

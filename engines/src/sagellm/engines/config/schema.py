@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from sagellm.core import ConfigError, ProviderSpec, nearest
 from sagellm.engines.config.explain import unknown_key
@@ -65,6 +66,14 @@ class EngineConfig(Checked):
             for name, value in getattr(self, section)
         }
 
+    def given_values(self) -> dict[str, Any]:
+        """Return the settings that were given, in their final form, under their dotted keys."""
+        return {
+            f"{section}.{name}": getattr(getattr(self, section), name)
+            for section in type(self).model_fields
+            for name in getattr(self, section).model_fields_set
+        }
+
     def with_values(self, values: Mapping[str, Any]) -> Self:
         """Return a checked copy in which the settings under these dotted keys are replaced."""
         return type(self).from_values({**self.values(), **values})
@@ -108,6 +117,13 @@ SECTIONS: dict[str, type[Checked]] = {
     )
 }
 """Section name → its model."""
+
+
+def field_of(key: str) -> FieldInfo:
+    """Return the schema's field for an existing dotted key."""
+    section, _, name = key.partition(".")
+    return SECTIONS[section].model_fields[name]
+
 
 PROVIDER_KINDS: dict[str, str] = {
     f"{section}.{name}": str(field.json_schema_extra["kind"])

@@ -15,15 +15,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from sagellm.core import ConfigError, ProviderSpec
 from sagellm.core.errors import nearest
-from sagellm.core.plugins.option_text import split
+from sagellm.core.plugins.option_text import read_value, slot_of, split
 from sagellm.engines.config.explain import Aliases, explain
-from sagellm.engines.config.providers import (
-    OneProvider,
-    Providers,
-    Tiers,
-    provider,
-    providers,
-)
 from sagellm.engines.embedded import EMBEDDED
 from sagellm.engines.sizes import parse_bytes
 
@@ -59,6 +52,47 @@ def _as_dtype(value: object) -> object:
     return _SHORT_DTYPES.get(name, name)
 
 
+def _as_providers(value: object) -> tuple[ProviderSpec, ...]:
+    """Read `lru,qos{within=reuse}`, with or without brackets, or a list of such texts or of mappings."""
+    items = split(value) if isinstance(value, str) else value
+    return tuple(map(ProviderSpec.of, items if isinstance(items, list | tuple) else [items]))
+
+
+def _as_tiers(value: object) -> tuple[ProviderSpec, ...]:
+    """Read the tiers of `kv.tiers`, which may also be a mapping of names to sizes or options.
+
+    Sizes become numbers of bytes. Raises ConfigError for a tier without a valid size, or named twice.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = read_value(value)
+    if isinstance(value, Mapping) and "name" not in value:
+        value = [
+            {"name": name, "options": each if isinstance(each, Mapping) else {"max_bytes": each}}
+            for name, each in value.items()
+        ]
+    tiers = tuple(map(_sized, _as_providers(value)))
+    names = [each.name for each in tiers]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"it names {twice[0]!r} twice; keep one")
+    return tiers
+
+
+def _sized(tier: ProviderSpec) -> ProviderSpec:
+    if "max_bytes" not in tier.options:
+        raise ConfigError(
+            f"the tier {tier.name!r} has no size; give its bytes, as in {{{tier.name}: 4GiB}}. "
+            "`sage llm plugins list --kind kv_tier` shows what tiers there are"
+        )
+    max_bytes = parse_bytes(tier.options["max_bytes"], f"{tier.name}.max_bytes")
+    return ProviderSpec(tier.name, {**tier.options, "max_bytes": max_bytes})
+
+
+def provider(kind: str, default: str | tuple[()] | None, description: str) -> Any:
+    """Declare a setting that names one provider of a kind, or any number if the default is ()."""
+    spec = ProviderSpec(default) if isinstance(default, str) else default
+    return Field(default=spec, description=description, json_schema_extra={"kind": kind})
+
+
 Name = Annotated[str, Field(min_length=1)]
 DType = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_as_dtype), _SHORT_DTYPES
@@ -71,6 +105,9 @@ KVDType = Annotated[
 Size = Annotated[str, BeforeValidator(_as_size)]
 PathOrName = Annotated[Name, BeforeValidator(_as_text)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_as_names)]
+OneProvider = Annotated[ProviderSpec, BeforeValidator(ProviderSpec.of)]
+Providers = Annotated[tuple[ProviderSpec, ...], BeforeValidator(_as_providers)]
+Tiers = Annotated[tuple[ProviderSpec, ...], BeforeValidator(_as_tiers)]
 
 
 class Checked(BaseModel):
@@ -170,8 +207,9 @@ class KVConfig(Checked):
     allocator: OneProvider = provider(
         "kv_allocator", "free_list", "allocator of KV blocks by name: free_list, buddy"
     )
-    tiers: Tiers = providers(
+    tiers: Tiers = provider(
         "kv_tier",
+        (),
         "tiers for evicted KV, the fastest first, as in {host: 4GiB, file: {max_bytes: 20GiB}}",
     )
     fetch: Literal["cheaper", "always", "never"] = Field(
@@ -234,8 +272,9 @@ class SchedulerConfig(Checked):
     chunk: OneProvider | None = provider(
         "scheduler_pass", "chunked-prefill", "pass that cuts long prompts; null: none"
     )
-    passes: Providers = providers(
+    passes: Providers = provider(
         "scheduler_pass",
+        (),
         "more passes by name, after order and before share, separated by commas; "
         "order=NAME, share=NAME, preempt=NAME and chunk=NAME name those",
     )
@@ -265,26 +304,20 @@ class SchedulerConfig(Checked):
         """Also read `order=priority,share=none` among the passes, and "none" as no pass."""
         given = super().with_own_options(values)
         passes = given.get("passes")
-        if isinstance(passes, str) and not passes.lstrip().startswith("["):
-            passes = split(passes)
-        if isinstance(passes, list | tuple):
-            others = []
-            named: set[str] = set()
-            for each in passes:
-                stage, equals, name = each.partition("=") if isinstance(each, str) else ("", "", "")
-                if equals and (stage := stage.strip()) in STAGES:
-                    if stage in named:
-                        raise ConfigError(f"scheduler.passes has the stage {stage} twice; give it once")
-                    named.add(stage)
-                    given[stage] = name.strip()
-                elif equals and stage.isidentifier():
+        items = split(passes) if isinstance(passes, str) else passes
+        if isinstance(items, list | tuple):
+            slots = list(map(slot_of, items))
+            stages = [stage for stage, _ in slots if stage]
+            for stage in stages:
+                if stage not in STAGES:
                     raise ConfigError(
                         f"{cls.section}.passes names the stage {stage!r}; the stages are "
                         f"{', '.join(STAGES)}; name a pass without a stage alone.{nearest(stage, STAGES)}"
                     )
-                else:
-                    others.append(each)
-            given["passes"] = tuple(others)
+                if stages.count(stage) > 1:
+                    raise ConfigError(f"{cls.section}.passes has the stage {stage} twice; give it once")
+            given |= {stage: each for stage, each in slots if stage}
+            given["passes"] = tuple(each for stage, each in slots if not stage)
         return given | {stage: None for stage in STAGES if given.get(stage) == "none"}
 
 
@@ -320,8 +353,9 @@ class SamplingConfig(Checked):
 
     section: ClassVar[str] = "sampling"
 
-    logits_processors: Providers = providers(
+    logits_processors: Providers = provider(
         "logits_processor",
+        (),
         "logits processors by name, after the built-in ones, in order, separated by commas",
     )
 

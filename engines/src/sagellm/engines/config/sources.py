@@ -11,13 +11,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 from sagellm.core import ConfigError, nearest
-from sagellm.engines.config.schema import SECTIONS, EngineConfig, flat_to_dotted
+from sagellm.core.plugins.option_text import BOOLEANS
+from sagellm.engines.config.explain import kind_of, with_flat_name
+from sagellm.engines.config.schema import PROVIDER_KINDS, SECTIONS, EngineConfig, field_of, flat_to_dotted
 from sagellm.engines.config.settings import ALL_NAMES, flag_of
 from sagellm.engines.config.shown import shown
-from sagellm.engines.config.text import parse_text
 
 PREFIX = "SAGELLM_"
 _OF_PLUGINS = frozenset({"SAGELLM_PLUGINS_ALLOW", "SAGELLM_PLUGINS_DENY", "SAGELLM_TRACE_HOOKS"})
@@ -25,6 +26,7 @@ _OF_PLUGINS = frozenset({"SAGELLM_PLUGINS_ALLOW", "SAGELLM_PLUGINS_DENY", "SAGEL
 API_KEY_VARIABLE = "SAGELLM_API_KEY"
 """Short for `SAGELLM_SERVER__API_KEYS`, which overrides it; its text is never parsed as YAML."""
 DIRECTORY_FILE = "sagellm.yaml"
+_NULLS = ("null", "none", "~")
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,9 @@ def load_config(
     layers = [_file_layer(path) for path in files]
     layers += _environment_layers(environ)
     layers += _flag_layers(flags or {})
-    _check(layers)
     values: dict[str, Any] = {}
     origins = dict.fromkeys(EngineConfig().values(), Origin("default"))
-    for layer in layers:
+    for layer in _checked(layers):
         values.update(layer.values)
         origins.update(dict.fromkeys(layer.values, layer.origin))
     return LoadedConfig(EngineConfig.from_values(values), origins, files)
@@ -116,8 +117,6 @@ def _file_layer(path: Path) -> _Layer:
     values: dict[str, Any] = {}
     for section, settings in _mapping(content, f"the configuration file {path}").items():
         given = _mapping(settings, f"{section} in {path}", section)
-        if section in SECTIONS:
-            given = SECTIONS[section].with_own_options(given)
         for name, value in given.items():
             values[f"{section}.{name}"] = value
         if not settings and section not in SECTIONS:
@@ -148,7 +147,7 @@ def _environment_layers(environ: Mapping[str, str]) -> Iterator[_Layer]:
         section, separator, name = variable.removeprefix(PREFIX).lower().partition("__")
         key = f"{section}.{name}"
         if separator and section in SECTIONS and name in SECTIONS[section].model_fields:
-            yield _Layer(Origin("environment", variable), {key: parse_text(key, text)})
+            yield _Layer(Origin("environment", variable), {key: _parsed(key, text)})
         elif separator or _looks_like_a_setting(section):
             raise ConfigError(
                 f"the environment variable {variable} names no setting; settings are "
@@ -175,17 +174,53 @@ def _variable(key: str) -> str:
 def _flag_layers(flags: Mapping[str, Any]) -> Iterator[_Layer]:
     for name, key in zip(flags, flat_to_dotted(flags, ALL_NAMES), strict=True):
         value = flags[name]
-        parsed = parse_text(key, value) if isinstance(value, str) else value
+        parsed = _parsed(key, value) if isinstance(value, str) else value
         yield _Layer(Origin("flag", flag_of(name)), {key: parsed})
 
 
-def _check(layers: list[_Layer]) -> None:
-    """Validate each layer separately, so that a message can say which one is wrong."""
+def _parsed(key: str, text: str) -> Any:
+    """Turn text into the type of a setting: names of providers stay text, lists of others are YAML.
+
+    Text that does not fit is returned as it is, so that the schema refuses it in its own words. Raises
+    ConfigError for YAML that exceeds a limit (`bounded_yaml`).
+    """
+    kind, optional = kind_of(field_of(key))
+    word = text.strip().lower()
+    if optional and word in _NULLS:
+        return None
+    if kind is bool:
+        return (BOOLEANS | {"1": True, "0": False}).get(word, text)
+    if get_origin(kind) is tuple and key not in PROVIDER_KINDS:
+        return _parsed_list(key, text)
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        return text
+
+
+def _parsed_list(key: str, text: str) -> Any:
+    from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
+
+    try:
+        return parse_yaml(text)
+    except YAMLSyntaxError:
+        return text
+    except ConfigError as error:
+        raise ConfigError(f"{with_flat_name(key)} cannot be read: {error}") from error
+
+
+def _checked(layers: list[_Layer]) -> list[_Layer]:
+    """Return the layers with values as the schema reads them, each validated on its own.
+
+    Raises ConfigError, which says of every invalid value where it comes from.
+    """
+    checked: list[_Layer] = []
     wrong: list[str] = []
     for layer in layers:
         try:
-            EngineConfig.from_values(layer.values)
+            checked.append(_Layer(layer.origin, EngineConfig.from_values(layer.values).given_values()))
         except ConfigError as error:
             wrong += [f"{line} (from {layer.origin.where})" for line in str(error).splitlines()]
     if wrong:
         raise ConfigError("\n".join(wrong))
+    return checked

@@ -9,8 +9,8 @@ import typer
 
 from sagellm.engines.cli.engine_flags import group_of, setting_flag
 from sagellm.engines.cli.flags import command_help, make_flag
+from sagellm.engines.config.schema import field_of
 from sagellm.engines.config.settings import SERVER_NAMES
-from sagellm.engines.config.text import field_of
 
 
 def _repeatable(name: str, key: str, metavar: str) -> inspect.Parameter:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from sagellm.core.plugins.options import Limits
 from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulerPassProtocol
-from sagellm.kvmgr.scheduler_ir.passes.options import require_positive
 from sagellm.kvmgr.scheduler_ir.passes.ordering import order_pending, starved_first
 
 if TYPE_CHECKING:
@@ -27,15 +27,8 @@ class BatchingEfficiencyPass(SchedulerPassProtocol):
     other until it has waited `starvation_s`. Lengths count as if nothing were cached.
     """
 
-    starvation_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        require_positive(self, "starvation_s")
-
-    @property
-    def name(self) -> str:
-        """`batching`."""
-        return "batching"
+    name = "batching"
+    starvation_s: Annotated[float, Limits(gt=0)] = 10.0
 
     def run(self, ir: ScheduleIR) -> ScheduleIR:
         """Order admission. O(waiting · log), and a few microseconds for each free seat."""

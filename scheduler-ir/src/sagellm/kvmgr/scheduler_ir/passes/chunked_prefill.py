@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
+from sagellm.core.plugins.options import Limits
 from sagellm.core.protocols.scheduler_ir import (
     ScheduleIR,
     SchedulePlan,
     SchedulerPassProtocol,
 )
 from sagellm.kvmgr.scheduler_ir.passes.estimates import num_prompt_tokens_within
-from sagellm.kvmgr.scheduler_ir.passes.options import require_between
 
 FIRST_TOKENS = 64
 """Prompt tokens of a step while nothing is known about larger ones."""
@@ -34,15 +35,8 @@ class ChunkedPrefillPass(SchedulerPassProtocol):
     of the largest so far. Does nothing unless the engine has a target.
     """
 
-    min_share: float = 0.25
-
-    def __post_init__(self) -> None:
-        require_between(self, 0, 1, "min_share")
-
-    @property
-    def name(self) -> str:
-        """`chunked-prefill`."""
-        return "chunked-prefill"
+    name = "chunked-prefill"
+    min_share: Annotated[float, Limits(ge=0, le=1)] = 0.25
 
     def start(self) -> _Chunks:
         """Return that nothing was computed yet."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from sagellm.core.plugins.options import Limits
 from sagellm.core.protocols.request_rows import RequestRows
 from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulerPassProtocol
 from sagellm.kvmgr.scheduler_ir.passes.estimates import decode_ns, num_prompt_tokens_within, prefill_ns
-from sagellm.kvmgr.scheduler_ir.passes.options import require_between, require_positive
 from sagellm.kvmgr.scheduler_ir.passes.ordering import (
     by,
     may_lack_blocks,
@@ -36,21 +36,12 @@ class DeadlinePass(SchedulerPassProtocol):
     `tpot_ms`, a step beside decodes has no more prompt tokens than fit that time, but at least `min_tokens`.
     """
 
-    ttft_s: float | None = None
-    tpot_ms: float | None = None
-    factor: float = 1.0
-    starvation_s: float = 30.0
-    min_tokens: int = 16
-
-    def __post_init__(self) -> None:
-        require_positive(self, "ttft_s", "tpot_ms", optional=True)
-        require_positive(self, "factor", "starvation_s")
-        require_between(self, 1, 1 << 30, "min_tokens", is_count=True)
-
-    @property
-    def name(self) -> str:
-        """`deadline`."""
-        return "deadline"
+    name = "deadline"
+    ttft_s: Annotated[float, Limits(gt=0)] | None = None
+    tpot_ms: Annotated[float, Limits(gt=0)] | None = None
+    factor: Annotated[float, Limits(gt=0)] = 1.0
+    starvation_s: Annotated[float, Limits(gt=0)] = 30.0
+    min_tokens: Annotated[int, Limits(ge=1, le=1 << 30)] = 16
 
     def run(self, ir: ScheduleIR) -> ScheduleIR:
         """Order both parts and lower the token budget, if that can matter. O((waiting + running) · log)."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from sagellm.core.plugins.options import Limits
 from sagellm.core.protocols.request_rows import RequestRows
 from sagellm.core.protocols.scheduler_ir import (
     ScheduleIR,
@@ -15,7 +16,6 @@ from sagellm.core.protocols.scheduler_ir import (
 )
 from sagellm.core.step_cost import StepWork
 from sagellm.kvmgr.scheduler_ir.passes.estimates import prefill_ns
-from sagellm.kvmgr.scheduler_ir.passes.options import require_between
 from sagellm.kvmgr.scheduler_ir.passes.ordering import may_lack_blocks, trusted_priority
 
 if TYPE_CHECKING:
@@ -107,16 +107,9 @@ class FairSharePass(SchedulerPassProtocol):
     too. With one tenant it does nothing.
     """
 
-    prompt_cost: float = 1.0
-    output_cost: float = 2.0
-
-    def __post_init__(self) -> None:
-        require_between(self, 0, 1e9, "prompt_cost", "output_cost")
-
-    @property
-    def name(self) -> str:
-        """`fair-share`."""
-        return "fair-share"
+    name = "fair-share"
+    prompt_cost: Annotated[float, Limits(ge=0, le=10**9)] = 1.0
+    output_cost: Annotated[float, Limits(ge=0, le=10**9)] = 2.0
 
     def start(self) -> _Accounts:
         """Return accounts without tenants."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
+from sagellm.core.plugins.options import Limits
 from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulerPassProtocol
 from sagellm.kvmgr.scheduler_ir.passes.estimates import decode_ns, prefill_ns, remaining_output
 from sagellm.kvmgr.scheduler_ir.passes.known_hits import KnownHits
-from sagellm.kvmgr.scheduler_ir.passes.options import require_between, require_choice, require_positive
 from sagellm.kvmgr.scheduler_ir.passes.ordering import (
     by,
     may_lack_blocks,
@@ -38,21 +38,11 @@ class LifetimeAwarePass(SchedulerPassProtocol):
     prefix cache.
     """
 
-    min_confidence: float = 0.3
+    name = "lifetime"
+    min_confidence: Annotated[float, Limits(ge=0, le=1)] = 0.3
     untrusted: Literal["max", "mean"] = "max"
-    starvation_s: float = 30.0
-    max_probes: int = 32
-
-    def __post_init__(self) -> None:
-        require_between(self, 0, 1, "min_confidence")
-        require_choice(self, "untrusted", "max", "mean")
-        require_positive(self, "starvation_s")
-        require_between(self, 1, 1 << 20, "max_probes", is_count=True)
-
-    @property
-    def name(self) -> str:
-        """`lifetime`."""
-        return "lifetime"
+    starvation_s: Annotated[float, Limits(gt=0)] = 30.0
+    max_probes: Annotated[int, Limits(ge=1, le=1 << 20)] = 32
 
     def start(self) -> KnownHits:
         """Return a state without known hits."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
+from sagellm.core.plugins.options import Limits
 from sagellm.core.protocols.request_rows import RequestRows
 from sagellm.core.protocols.scheduler_ir import (
     ScheduleIR,
@@ -14,7 +15,6 @@ from sagellm.core.protocols.scheduler_ir import (
     SchedulerPassProtocol,
 )
 from sagellm.kvmgr.scheduler_ir.passes.estimates import prefill_ns
-from sagellm.kvmgr.scheduler_ir.passes.options import require_choice, require_positive
 from sagellm.kvmgr.scheduler_ir.passes.ordering import by, may_lack_blocks, order_running, trusted_priority
 
 if TYPE_CHECKING:
@@ -42,18 +42,10 @@ class MemoryAwarePreemptionPass(SchedulerPassProtocol):
     `min_swap_ms`.
     """
 
+    name = "memory-aware"
     mode: Literal["auto", "recompute", "swap"] = "auto"
-    ageing_s: float = 30.0
-    min_swap_ms: float = 50.0
-
-    def __post_init__(self) -> None:
-        require_choice(self, "mode", "auto", "recompute", "swap")
-        require_positive(self, "ageing_s", "min_swap_ms")
-
-    @property
-    def name(self) -> str:
-        """`memory-aware`."""
-        return "memory-aware"
+    ageing_s: Annotated[float, Limits(gt=0)] = 30.0
+    min_swap_ms: Annotated[float, Limits(gt=0)] = 50.0
 
     def start(self) -> dict[int, int]:
         """Return the number of preemptions by key, empty at first."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from sagellm.core.plugins.options import Limits
 from sagellm.core.protocols.request_rows import RequestRows
 from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulerPassProtocol
-from sagellm.kvmgr.scheduler_ir.passes.options import require_between, require_positive
 from sagellm.kvmgr.scheduler_ir.passes.ordering import by, may_lack_blocks, order_pending, order_running
 
 if TYPE_CHECKING:
@@ -28,22 +28,12 @@ class MLFQPass(SchedulerPassProtocol):
     `max_preempted` requests a step give theirs to waiting ones of lower levels.
     """
 
-    quantum: int = 256
-    num_levels: int = 8
-    promote_s: float = 10.0
+    name = "mlfq"
+    quantum: Annotated[int, Limits(ge=1, le=1 << 30)] = 256
+    num_levels: Annotated[int, Limits(ge=1, le=64)] = 8
+    promote_s: Annotated[float, Limits(gt=0)] = 10.0
     skips_by_prompt: bool = True
-    max_preempted: int = 0
-
-    def __post_init__(self) -> None:
-        require_between(self, 1, 1 << 30, "quantum", is_count=True)
-        require_between(self, 1, 64, "num_levels", is_count=True)
-        require_positive(self, "promote_s")
-        require_between(self, 0, 1 << 20, "max_preempted", is_count=True)
-
-    @property
-    def name(self) -> str:
-        """`mlfq`."""
-        return "mlfq"
+    max_preempted: Annotated[int, Limits(ge=0, le=1 << 20)] = 0
 
     def run(self, ir: ScheduleIR) -> ScheduleIR:
         """Order both parts, if that can matter. O((waiting + running) · log)."""

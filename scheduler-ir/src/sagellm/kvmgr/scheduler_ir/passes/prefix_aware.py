@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from sagellm.core.checks import require_object
+from sagellm.core.plugins.options import Limits
 from sagellm.core.protocols.prefix_cache import PrefixCacheProtocol
 from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulerPassProtocol
 from sagellm.kvmgr.scheduler_ir.passes.known_hits import KnownHits
-from sagellm.kvmgr.scheduler_ir.passes.options import require_between, require_positive
 from sagellm.kvmgr.scheduler_ir.passes.ordering import by, order_pending, starved_first
 
 if TYPE_CHECKING:
@@ -26,20 +26,15 @@ class PrefixCacheAwarePass(SchedulerPassProtocol):
     is: in the cache given here if there is one, locking nothing, else in the engine's.
     """
 
+    name = "prefix-aware"
     prefix_cache: PrefixCacheProtocol | None = field(default=None, compare=False, repr=False)
-    starvation_s: float = 10.0
-    max_probes: int = 32
+    starvation_s: Annotated[float, Limits(gt=0)] = 10.0
+    max_probes: Annotated[int, Limits(ge=1, le=1 << 20)] = 32
 
     def __post_init__(self) -> None:
         if self.prefix_cache is not None:
             require_object("prefix_cache", self.prefix_cache, PrefixCacheProtocol, "prefix_cache")
-        require_positive(self, "starvation_s")
-        require_between(self, 1, 1 << 20, "max_probes", is_count=True)
-
-    @property
-    def name(self) -> str:
-        """`prefix-aware`."""
-        return "prefix-aware"
+        super().__post_init__()
 
     def start(self) -> KnownHits:
         """Return a state without known hits."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from sagellm.core.plugins.options import Limits
 from sagellm.core.protocols.request_rows import RequestRows
 from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulerPassProtocol
-from sagellm.kvmgr.scheduler_ir.passes.options import require_positive
 from sagellm.kvmgr.scheduler_ir.passes.ordering import by, may_lack_blocks, order_pending, order_running
 
 if TYPE_CHECKING:
@@ -25,15 +25,8 @@ class PriorityBasedPass(SchedulerPassProtocol):
     prompt takes the whole token budget otherwise, for seconds if it is long.
     """
 
-    ageing_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        require_positive(self, "ageing_s")
-
-    @property
-    def name(self) -> str:
-        """`priority`."""
-        return "priority"
+    name = "priority"
+    ageing_s: Annotated[float, Limits(gt=0)] = 30.0
 
     def run(self, ir: ScheduleIR) -> ScheduleIR:
         """Order both parts, if that can matter. O((waiting + running) · log)."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
+from sagellm.core.plugins.options import Limits
 from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulerPassProtocol
-from sagellm.kvmgr.scheduler_ir.passes.options import require_between
 
 
 @dataclass(frozen=True)
@@ -17,18 +18,9 @@ class AdmissionLimitPass(SchedulerPassProtocol):
     Others overtake them. A tenant without a running request may always start one.
     """
 
-    max_seats: int | None = None
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        for option in ("max_seats", "max_tokens"):
-            if getattr(self, option) is not None:
-                require_between(self, 1, 1 << 40, option, is_count=True)
-
-    @property
-    def name(self) -> str:
-        """`tenant-limits`."""
-        return "tenant-limits"
+    name = "tenant-limits"
+    max_seats: Annotated[int, Limits(ge=1, le=1 << 40)] | None = None
+    max_tokens: Annotated[int, Limits(ge=1, le=1 << 40)] | None = None
 
     def run(self, ir: ScheduleIR) -> ScheduleIR:
         """Defer what exceeds the limits, counting in the order so far. O((waiting + running) · log)."""
