@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from sagellm.engines.cli.variadic import repeat_options
+from sagellm.lab.cli.variadic import repeat_options
 
 REAL = ("--dtype", "float32", "--device", "cpu", "--num-blocks", "128")
 SHORT = ("--input-len", "8", "--output-len", "3")

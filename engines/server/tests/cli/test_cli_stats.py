@@ -13,8 +13,8 @@ import pytest
 
 from sagellm.core import EngineDeadError, Namespace
 from sagellm.engines import SamplingParams
-from sagellm.engines.cli.figures import figures_table, label, tenants_table, write, write_duration
 from sagellm.kvmgr.scheduler_ir.passes import FairSharePass
+from sagellm.server.cli.figures import figures_table, label, tenants_table, write, write_duration
 from sagellm.server.remote import AdminClient
 from sagellm.testing.patience import PATIENCE_S
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sagellm.core import ConfigError
-from sagellm.engines.cli.figures import figures_table
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.output import new_app, print_json
 from sagellm.engines.cli.targets import check_targets
 from sagellm.engines.metrics.latency import percentile
 from sagellm.engines.progress import progress_bar
 from sagellm.lab.cli.flags import AsJSON, flag
+from sagellm.server.cli.figures import figures_table
 
 if TYPE_CHECKING:
     from sagellm.core import TraceRequest

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from sagellm.core import ConfigError, InvalidInputError
-from sagellm.engines.cli.figures import write_duration
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.output import columns
 from sagellm.engines.cli.targets import confirm_overwriting
 from sagellm.engines.progress import progress_bar
 from sagellm.engines.sizes import format_bytes
+from sagellm.server.cli.figures import write_duration
 from sagellm.server.cli.names import complete_save
 from sagellm.server.cli.prefix_flags import PREFIX_FLAGS, read_prefix, request_name
 from sagellm.server.cli.running import AsJson, EngineArgument, EngineName, ask, connect, show

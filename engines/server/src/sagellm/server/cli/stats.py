@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from sagellm.core import EngineMetrics, ProviderSpec
-from sagellm.engines.cli.figures import figures_table, passes_table, tenants_table, tiers_table
 from sagellm.engines.cli.output import new_app, print_json, print_json_line
 from sagellm.engines.config.schema import SETTINGS, EngineConfig
 from sagellm.engines.engine_core.pass_failures import pass_failures
+from sagellm.server.cli.figures import figures_table, passes_table, tenants_table, tiers_table
 from sagellm.server.cli.running import EngineArgument, EngineName, connect
 from sagellm.server.remote import AdminClient
 from sagellm.server.remote.operations import read_metrics

@@ -12,8 +12,8 @@ import typer
 from sagellm.engines.cli.engine_flags import ConfigFile
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.targets import Overwrite, check_targets
-from sagellm.engines.cli.variadic import VariadicCommand
 from sagellm.lab.cli.flags import AsJSON, flag
+from sagellm.lab.cli.variadic import VariadicCommand
 from sagellm.lab.plots import check_plot
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from sagellm.core import EngineDeadError, EngineError, KVPoolMetrics, PrefixCacheMetrics
-from sagellm.engines.cli.figures import write_duration
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.engine_core.pass_failures import pass_failures
+from sagellm.server.cli.figures import write_duration
 from sagellm.server.cli.running import EngineArgument, EngineName, find_engine
 from sagellm.server.remote import AdminClient, RunningEngine
 
