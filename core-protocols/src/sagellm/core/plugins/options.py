@@ -14,8 +14,8 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from sagellm.core.errors import ConfigError, PluginError, nearest
-from sagellm.core.plugins.failure import call_plugin
+from sagellm.core.errors import ConfigError, PluginError, SageLLMError, nearest
+from sagellm.core.plugins.failure import plugin_failure
 from sagellm.core.plugins.option_text import options_text, read_value
 from sagellm.core.plugins.provider import KINDS
 
@@ -111,6 +111,7 @@ class ChosenProvider:
         self._passed = self._kind.keywords
         self._config = _config_of(self._kind.config)
         self._default_config = self._config and getattr(factory, "default_config", self._config())
+        self._hints = _hints(factory) | ({} if self._config is None else _hints(self._config))
 
     def takes(self, keyword: str) -> bool:
         """Whether the factory has a parameter of this name."""
@@ -120,13 +121,13 @@ class ChosenProvider:
         """Return all options of the provider, given or not."""
         named = [each for each in self._parameters.values() if each.kind in _NAMED]
         ours = named[self._num_positional :]
-        known = [_option(each, self.factory) for each in ours if not self._is_passed(each.name)]
+        known = [each for each in ours if not self._is_passed(each.name)]
         if self._config is not None:
             shared = (_parameters(self._config) or {}).values()
-            own = [each.replace(default=getattr(self._default_config, each.name)) for each in shared]
-            known = [_option(each, self._config) for each in own] + known
+            known[:0] = [each.replace(default=getattr(self._default_config, each.name)) for each in shared]
         rest = [each for each in self._parameters.values() if each.kind is Parameter.VAR_KEYWORD]
-        return tuple(known + [_option(each, self.factory) for each in rest if each.name[0] != "_"])
+        known += [each for each in rest if each.name[0] != "_"]
+        return tuple(_option(each, self._hints[each.name]) for each in known)
 
     def described(self) -> str:
         """Return all options with their values, defaults included, without secrets."""
@@ -152,8 +153,8 @@ class ChosenProvider:
         missing = [each for each in options if each.is_required and each.name not in self._spec.options]
         if missing:
             raise ConfigError(f"{self._subject} needs the option {', '.join(map(str, missing))}")
-        hints = _hints(self.factory) | ({} if self._config is None else _hints(self._config))
-        return _checked(self._subject, self._spec.options, hints, is_shown=not self._kind.may_hold_secrets)
+        is_shown = not self._kind.may_hold_secrets
+        return _checked(self._subject, self._spec.options, self._hints, is_shown=is_shown)
 
     def make(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the factory with the engine's arguments and the options.
@@ -170,11 +171,15 @@ class ChosenProvider:
             arguments = (replace(self._default_config, **given) if given else None,)  # None: its default
         passed = {name: each for name, each in keywords.items() if self._takes_all or self.takes(name)}
         try:
-            made = call_plugin(self.label, "its factory", self.factory, *arguments, **passed, **values)
+            made = self.factory(*arguments, **passed, **values)
         except ConfigError as error:
             if str(error).partition(" ")[0] not in self._spec.options:
                 raise
             raise ConfigError(f"{self._subject}: {error}") from error
+        except (KeyboardInterrupt, MemoryError, SageLLMError):
+            raise
+        except BaseException as error:
+            raise plugin_failure(self.label, "its factory", error) from error
         if made is None:
             raise PluginError(f"{self.label}: its factory returned None; it must return the provider")
         return made
@@ -241,8 +246,8 @@ def _config_of(target: str) -> Any:
     return getattr(import_module(f"sagellm.core.{module}"), name) if target else None
 
 
-def _option(parameter: Parameter, factory: Callable[..., Any]) -> ProviderOption:
-    is_rest, hint = parameter.kind is Parameter.VAR_KEYWORD, _hints(factory).get(parameter.name, Any)
+def _option(parameter: Parameter, hint: Any) -> ProviderOption:
+    is_rest = parameter.kind is Parameter.VAR_KEYWORD
     has_default = parameter.default is not Parameter.empty
     default = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
     return ProviderOption(

@@ -272,36 +272,29 @@ class PluginRegistry:
         """Return a plugin with an error if it offers names of others, which then do not select it."""
         if plugin.distribution in _BUILT_IN or plugin.error is not None:
             return plugin
-        ours = {
-            (entry.provider.kind, entry.provider.name): entry.distribution
-            for entry in self._providers
-            if entry.distribution in _BUILT_IN
-        }
-        clashes = [
-            f"the {entry.provider.kind} {entry.provider.name!r}, which {owner} provides; "
-            f"its own is {entry.qualified_name!r}"
-            for entry in self._providers
-            if entry.distribution == plugin.distribution
-            and (owner := ours.get((entry.provider.kind, entry.provider.name)))
-        ]
-        owners = {entry.command.name: entry.distribution for entry in self.commands()}
-        clashes += [
-            f"the command {entry.command.name!r}, which {owners[entry.command.name]} provides"
-            for entry in self._commands
-            if entry.distribution == plugin.distribution != owners[entry.command.name]
-        ]
-        groups = {name for name in owners if " " not in name}
-        clashes += [
-            f"the command {entry.command.name!r} in a group that no plugin provides"
-            for entry in self._commands
-            if entry.distribution == plugin.distribution
-            and entry.command.name.partition(" ")[1]
-            and entry.command.name.partition(" ")[0] not in groups
-        ]
+        clashes = list(self._clashes(plugin.distribution))
         if not clashes:
             return plugin
         problem = DuplicateProviderError(f"{plugin.distribution} provides {', and '.join(clashes)}")
         return replace(plugin, error=problem)
+
+    def _clashes(self, distribution: str) -> Iterator[str]:
+        built_in = [entry for entry in self._providers if entry.distribution in _BUILT_IN]
+        ours = {entry.provider[:2]: entry.distribution for entry in built_in}
+        for entry in self._providers:
+            owner = ours.get(entry.provider[:2])
+            if entry.distribution == distribution and owner is not None:
+                yield (
+                    f"the {entry.provider.kind} {entry.provider.name!r}, which {owner} provides; "
+                    f"its own is {entry.qualified_name!r}"
+                )
+        owners = {entry.command.name: entry.distribution for entry in self.commands()}
+        for name in (each.command.name for each in self._commands if each.distribution == distribution):
+            if owners[name] != distribution:
+                yield f"the command {name!r}, which {owners[name]} provides"
+            group, space, _ = name.partition(" ")
+            if space and group not in owners:
+                yield f"the command {name!r} in a group that no plugin provides"
 
     def _check_hooks(self, plugin: object, distribution: str) -> None:
         known = [name for name in dir(hookspecs) if name.startswith("sagellm_")]
