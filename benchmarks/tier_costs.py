@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from sagellm.kvmgr.kv_pool.prefill_rate import PrefillRate
-from sagellm.lab.simulation.tier_costs import TierCosts
+from sagellm.lab.simulation.step_costs import prefill_work
 
 KV_BYTES_PER_TOKEN = 28 * 2 * 8 * 128 * 2
 """28 layers, keys and values, 8 heads of 128 in bf16: the shape of Qwen3-0.6B."""
@@ -36,7 +36,7 @@ def costs_of(result: dict[str, Any]) -> dict[str, Any]:
     rate = PrefillRate()
     for start, seconds in ((0, cold_s), (num_stored, rest_s)):
         num_computed = num_tokens - start
-        rate.measure(num_computed, TierCosts.sum_context(start, num_computed), round(seconds * 1e9))
+        rate.measure(num_computed, prefill_work(num_computed, start).num_pairs, round(seconds * 1e9))
     host = round(result["places"]["host"]["bytes_a_second"]["fast"])
     disk = round(result["places"]["file, not in memory"]["bytes_a_second"]["slow"])
     fast = {

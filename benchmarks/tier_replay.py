@@ -9,6 +9,7 @@ costs are given (`--costs`), which `tier_costs.py` makes.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import product
@@ -17,12 +18,12 @@ from typing import Any, NamedTuple
 
 from common import output_flags, publish
 
-from sagellm.core import TraceRequest
+from sagellm.core import StepCost, TraceRequest
 from sagellm.core.protocols.kv_offload import FetchRule
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
 from sagellm.engines.progress import progress_bar
-from sagellm.lab.simulation.tier_costs import TierCosts, read_tier_costs
+from sagellm.lab.simulation.step_costs import StepCosts
 from sagellm.lab.simulation.tier_replay import SavedTime, TierReplay, TierSettings
 from sagellm.lab.traces import read_trace
 
@@ -51,7 +52,25 @@ class Subject(NamedTuple):
     requests: Sequence[TraceRequest]
     config: EngineConfig
     sizes: Sizes
-    costs: dict[str, TierCosts]
+    costs: dict[str, StepCosts]
+
+
+def read_costs(path: Path) -> dict[str, StepCosts]:
+    """Read sets of costs by name; values at the top of the file apply to every set."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+
+    def costs(given: dict[str, Any]) -> StepCosts:
+        values = content | given
+        per_token, per_pair = values["prefill_ns_per_token"], values["prefill_ns_per_token_context"]
+        return StepCosts(
+            source=path.name,
+            device="cpu",
+            step=StepCost(token_ns=per_token, pair_ns=per_pair),
+            kv_bytes_per_token=values["kv_bytes_per_token"],
+            tier_bytes_per_s=values["tier_bytes_per_s"],
+        )
+
+    return {name: costs(given) for name, given in content["sets"].items()}
 
 
 def judge_rules(subject: Subject, advance: Any) -> list[dict[str, Any]]:
@@ -171,7 +190,7 @@ def main() -> None:
     sizes = Sizes(*options.blocks)
     block_size = options.block_size or requests[0].block_tokens or 16
     config = EngineConfig().with_values({"kv.block_size": block_size, "kv.num_blocks": sizes.device})
-    subject = Subject(requests, config, sizes, read_tier_costs(options.costs))
+    subject = Subject(requests, config, sizes, read_costs(options.costs))
     num_replays = len(CASES) * len(RULES) + (len(HOT) * len(TIMEOUT_S) + 3) / 2
     with progress_bar("replaying", total=round(num_replays * len(requests))) as advance:
         rules = judge_rules(subject, advance)

@@ -16,7 +16,7 @@ from sagellm.engines.config.bounded_json import parse_json
 from sagellm.engines.config.bounded_yaml import YAMLSyntaxError, parse_yaml
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.loading import SafetensorsFormat
-from sagellm.lab.simulation.tier_costs import read_tier_costs
+from sagellm.lab.simulation.step_costs import read_step_costs
 
 MAX_SECONDS, MAX_BYTES = 3.0, 100_000_000
 
@@ -168,9 +168,9 @@ def test_a_file_of_costs_has_the_same_limits(tmp_path: Path) -> None:
         path.write_bytes(text)
         with (
             WithinSeconds(),
-            pytest.raises(ConfigError, match=f"no costs can be read from {path}.*{expected}"),
+            pytest.raises(ConfigError, match=f"the costs {path}.*{expected}"),
         ):
-            read_tier_costs(path)
+            read_step_costs(path)
 
 
 def test_ordinary_json_is_read() -> None:

@@ -1,8 +1,7 @@
-"""Replays with tiers: what fetching saves by hand, the rule against always and never, and the costs' file."""
+"""Replays with tiers: what fetching saves by hand, and the rule against always and never."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from random import Random
 
@@ -14,6 +13,7 @@ from sagellm.core import (
     ConfigError,
     KVMemory,
     Namespace,
+    StepCost,
     TierRequest,
     TraceRequest,
     headers_of,
@@ -24,7 +24,7 @@ from sagellm.core.protocols.kv_tier import NullKVTier
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.kvmgr.kv_pool.offload import KVOffload
 from sagellm.lab.simulation.costed_tier import CostedKVTier, NoBytes
-from sagellm.lab.simulation.tier_costs import TierCosts, read_tier_costs
+from sagellm.lab.simulation.step_costs import StepCosts
 from sagellm.lab.simulation.tier_replay import SavedTime, TierReplay, TierSettings
 
 SIZE = 4
@@ -41,11 +41,12 @@ def config(num_blocks: int) -> EngineConfig:
     return EngineConfig().with_values(settings)
 
 
-def costs(**tier_bytes_per_s: float) -> TierCosts:
-    return TierCosts(
+def costs(**tier_bytes_per_s: float) -> StepCosts:
+    return StepCosts(
+        source="a test's",
+        device="cpu",
+        step=StepCost(token_ns=1e6, pair_ns=1e5),
         kv_bytes_per_token=1000,
-        prefill_ns_per_token=1e6,
-        prefill_ns_per_token_context=1e5,
         tier_bytes_per_s=tier_bytes_per_s,
     )
 
@@ -65,7 +66,7 @@ def conversations(seed: int, num_requests: int = 400) -> list[TraceRequest]:
     return made
 
 
-def saved(given: TierCosts, requests: list[TraceRequest], rule: str, **num_blocks: int) -> SavedTime:
+def saved(given: StepCosts, requests: list[TraceRequest], rule: str, **num_blocks: int) -> SavedTime:
     replay = TierReplay(config(60), given, TierSettings(num_blocks=num_blocks, rule=rule))
     found = replay.run(requests)
     replay.check_integrity()
@@ -163,35 +164,7 @@ def test_a_tier_without_bytes_is_full_where_it_would_be_and_names_its_price():
     tier.check_integrity()
 
 
-def test_costs_are_read_with_what_all_sets_share(tmp_path):
-    path = tmp_path / "costs.json"
-    common = {"kv_bytes_per_token": 8, "prefill_ns_per_token": 2.0, "prefill_ns_per_token_context": 0.5}
-    sets = {"a": {"tier_bytes_per_s": {"host": 4.0}}, "b": {"prefill_ns_per_token": 3.0, "about": "text"}}
-    path.write_text(json.dumps({**common, "tier_bytes_per_s": {"file": 1.0}, "sets": sets}))
-    found = read_tier_costs(path)
-    assert (found["a"].tier_bytes_per_s, found["b"].tier_bytes_per_s) == ({"host": 4.0}, {"file": 1.0})
-    assert (found["a"].compute_ns(10, 4), found["b"].compute_ns(10, 4)) == (8 + 24, 12 + 24)
-    assert found["a"].fetch_ns("host", 3) == 6e9
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"sets": {"a": {}}}', '{"sets": {"a": 1}}', '{"sets": {"a": {"x": 1}}}']
-)
-def test_a_file_without_costs_is_refused(tmp_path, text):
-    path = tmp_path / "costs.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="no costs can be read"):
-        read_tier_costs(path)
-    with pytest.raises(ConfigError, match="no costs can be read"):
-        read_tier_costs(tmp_path / "missing.json")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("kv_bytes_per_token", 0), ("prefill_ns_per_token_context", -1.0)]
-)
-def test_invalid_rates_are_refused(name, value):
-    given = {"kv_bytes_per_token": 1, "prefill_ns_per_token": 1.0, "prefill_ns_per_token_context": 1.0}
-    with pytest.raises(ConfigError, match=f"{name} is {value}"):
-        TierCosts(**given | {name: value}, tier_bytes_per_s={})
-    with pytest.raises(ConfigError, match="host is 0"):
-        TierCosts(**given, tier_bytes_per_s={"host": 0})
+def test_a_tier_without_a_rate_is_refused():
+    assert costs(host=1e6).fetch_ns("host", 3) == 3_000_000
+    with pytest.raises(ConfigError, match=r"kv.tiers has 'file'; the costs need .* tier_bytes_per_s.file"):
+        TierReplay(config(4), costs(host=1e6), TierSettings(num_blocks={"file": 1}))

@@ -1,4 +1,4 @@
-"""Tiers without bytes: what a tier would hold and what it would take, for replays."""
+"""Tiers without bytes: what a tier would hold and what it would take, for replays and simulations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from sagellm.core import (
     BlockHeader,
     BlockId,
     BlockKey,
+    Clock,
     KVTierMetrics,
     KVTierProtocol,
     Ticket,
@@ -21,30 +22,36 @@ from sagellm.core.protocols.kv_tier import check_requests
 
 
 class CostedKVTier(KVTierProtocol):
-    """Stores only headers; a get leaves the buffer unchanged and takes no time, but has a cost.
+    """Stores only headers; a get leaves the buffer unchanged, but has a cost.
 
-    So TieredKVStorage and the engine decide as they do over real tiers, from the given costs.
+    So TieredKVStorage and the engine decide as they do over real tiers, from the given costs. On a `clock`,
+    fetches follow one another on one link and arrive after their time; without one, and for puts, no time
+    passes.
     """
 
-    def __init__(self, max_blocks: int, *, get_ns: int) -> None:
-        self._max_blocks, self._get_ns = max_blocks, get_ns
+    def __init__(self, max_blocks: int, *, get_ns: int, clock: Clock | None = None) -> None:
+        self._max_blocks, self._get_ns, self._clock = max_blocks, get_ns, clock
         self._headers: dict[BlockKey, BlockHeader] = {}
-        self._results: list[TierResult] = []
+        self._results: list[tuple[int, TierResult]] = []  # when each arrives
+        self._free_ns = 0  # when the link has nothing to do
         self._num_submits = 0
         self._metrics = KVTierMetrics()
 
     def submit(self, requests: Sequence[TierRequest]) -> Ticket:
-        """Decide at once. Raises InvalidInputError for a put or get without data."""
+        """Decide at once what is found, and when it arrives. Raises InvalidInputError without data."""
         check_requests(requests)
         ticket = Ticket(self._num_submits)
         self._num_submits += 1
-        self._results.append(TierResult(ticket, tuple(map(self._do, requests))))
+        outcomes = tuple(map(self._do, requests))
+        self._results.append((self._due_ns(requests, outcomes), TierResult(ticket, outcomes)))
         return ticket
 
     def poll(self) -> list[TierResult]:
-        """Return the results of everything submitted."""
-        results, self._results = self._results, []
-        return results
+        """Return the results that have arrived."""
+        now_ns = 0 if self._clock is None else self._clock.now_ns()
+        arrived = [result for due_ns, result in self._results if due_ns <= now_ns]
+        self._results = [each for each in self._results if each[0] > now_ns]
+        return arrived
 
     def contains(self, key: BlockKey) -> bool:
         """Say whether it was put."""
@@ -65,6 +72,17 @@ class CostedKVTier(KVTierProtocol):
     def close(self) -> None:
         """Forget everything."""
         self._headers.clear()
+
+    def _due_ns(self, requests: Sequence[TierRequest], outcomes: Sequence[TierOutcome]) -> int:
+        if self._clock is None:
+            return 0
+        pairs = zip(requests, outcomes, strict=True)
+        fetched = [each.header.key for each, outcome in pairs if (each.action, outcome) == ("get", "done")]
+        now_ns = self._clock.now_ns()
+        if not fetched:
+            return now_ns
+        self._free_ns = max(now_ns, self._free_ns) + self.get_cost_ns(fetched)
+        return self._free_ns
 
     def _do(self, request: TierRequest) -> TierOutcome:
         header = request.header

@@ -23,8 +23,8 @@ from sagellm.engines.engine_core.building import CPU_STEP_MS, GPU_STEP_MS, CoreP
 from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.modules import Modules
 from sagellm.engines.sizes import parse_bytes
+from sagellm.lab.simulation.costed_tier import CostedKVTier
 from sagellm.lab.simulation.step_costs import StepCosts
-from sagellm.lab.simulation.timed_tier import TimedKVTier
 from sagellm.lab.simulation.virtual_executor import VOCAB_SIZE, VirtualExecutor
 
 _GROUP = KVGroup(layer_ids=(0,), num_kv_heads=1, head_dim=8)
@@ -61,12 +61,12 @@ def build_simulated_core(
     clock = VirtualClock()
     modules = Modules(registry or PluginRegistry.load(), config)
     executor = VirtualExecutor(costs.step, clock, output_lens, num_seats)
-    max_blocks = _max_blocks(config, costs)
+    sizes = _tiers(config, costs)
 
     def make_offload(memory: KVMemory) -> KVOffloadProtocol:
         tiers: dict[str, KVTierProtocol] = {
-            name: TimedKVTier(most, get_ns=_fetch_ns(costs, name, config.kv.block_size), clock=clock)
-            for name, most in max_blocks.items()
+            name: CostedKVTier(max_blocks, get_ns=get_ns, clock=clock)
+            for name, (max_blocks, get_ns) in sizes.items()
         }
         made: KVOffloadProtocol = modules.make(
             "kv_offload", "tiered", memory, tiers=tiers, rule=config.kv.fetch, clock=clock
@@ -80,7 +80,7 @@ def build_simulated_core(
         vocab_size=VOCAB_SIZE,
         runtime=replace(Runtime.virtual(), clock=clock),
         predictor=predictor,
-        make_offload=make_offload if max_blocks else None,
+        make_offload=make_offload if sizes else None,
     )
     core = build_core(plan, executor)
     return SimulatedCore(config=config, core=core, clock=clock, executor=executor)
@@ -99,22 +99,15 @@ def _with_defaults(config: EngineConfig, costs: StepCosts) -> EngineConfig:
     )
 
 
-def _max_blocks(config: EngineConfig, costs: StepCosts) -> dict[str, int]:
-    """Return how many blocks each configured tier holds."""
-    found: dict[str, int] = {}
+def _tiers(config: EngineConfig, costs: StepCosts) -> dict[str, tuple[int, int]]:
+    """Return how many blocks each configured tier holds, and how long fetching one takes."""
+    block_size = config.kv.block_size
+    found: dict[str, tuple[int, int]] = {}
     for spec in config.kv.tiers:
         max_bytes = parse_bytes(spec.options["max_bytes"], f"kv.tiers.{spec.name}")
         if not max_bytes:
             continue
-        if costs.kv_bytes_per_token is None or spec.name not in costs.tier_bytes_per_s:
-            raise ConfigError(
-                f"kv.tiers has {spec.name!r}; the costs need kv_bytes_per_token and "
-                f"tier_bytes_per_s.{spec.name} to simulate it"
-            )
-        found[spec.name] = max_bytes // (costs.kv_bytes_per_token * config.kv.block_size)
+        get_ns = costs.fetch_ns(spec.name, block_size)
+        assert costs.kv_bytes_per_token is not None, "the cost of fetching follows from it"
+        found[spec.name] = (max_bytes // (costs.kv_bytes_per_token * block_size), get_ns)
     return found
-
-
-def _fetch_ns(costs: StepCosts, tier: str, block_size: int) -> int:
-    assert costs.kv_bytes_per_token is not None, "checked with the sizes of tiers"
-    return round(block_size * costs.kv_bytes_per_token * 1e9 / costs.tier_bytes_per_s[tier])

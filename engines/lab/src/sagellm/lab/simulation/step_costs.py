@@ -37,14 +37,24 @@ class StepCosts:
             return None
         return self.kv_memory_bytes // (self.kv_bytes_per_token * block_size)
 
-    def prefill_ns(self, num_tokens: int) -> float:
-        """Return how long one step takes that computes a whole prompt, alone and without cached KV."""
-        return self.step.predict_ns(prefill_work(num_tokens))
+    def prefill_ns(self, num_tokens: int, start: int = 0) -> float:
+        """Return how long one step takes that computes a prompt alone, after its first `start` tokens."""
+        return self.step.predict_ns(prefill_work(num_tokens, start)) if num_tokens else 0.0
+
+    def fetch_ns(self, tier: str, num_tokens: int) -> int:
+        """Return how long fetching the KV of so many tokens from a tier takes."""
+        if self.kv_bytes_per_token is None or tier not in self.tier_bytes_per_s:
+            raise ConfigError(
+                f"kv.tiers has {tier!r}; the costs need kv_bytes_per_token and tier_bytes_per_s.{tier} to "
+                "simulate it"
+            )
+        return round(num_tokens * self.kv_bytes_per_token * 1e9 / self.tier_bytes_per_s[tier])
 
 
-def prefill_work(num_tokens: int) -> StepWork:
-    """Return the work of a step that computes a whole prompt alone."""
-    return StepWork(num_tokens, 1, num_tokens, num_tokens * num_tokens // 2, int(num_tokens > 1))
+def prefill_work(num_tokens: int, start: int = 0) -> StepWork:
+    """Return the work of a step that computes a prompt alone, after its first `start` tokens."""
+    end = start + num_tokens
+    return StepWork(num_tokens, 1, end, num_tokens * (start + end) // 2, int(num_tokens > 1))
 
 
 def read_step_costs(path: Path) -> StepCosts:

@@ -20,7 +20,7 @@ from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.modules import Modules
 from sagellm.lab.simulation.costed_tier import CostedKVTier, NoBytes
 from sagellm.lab.simulation.replay import CacheReplay
-from sagellm.lab.simulation.tier_costs import TierCosts
+from sagellm.lab.simulation.step_costs import StepCosts, prefill_work
 
 _BLOCK_BYTES = 1
 """Size of a buffer that is never written; a block's real size is in the costs."""
@@ -74,7 +74,7 @@ class TierReplay:
     def __init__(
         self,
         config: EngineConfig,
-        costs: TierCosts,
+        costs: StepCosts,
         settings: TierSettings,
         registry: PluginRegistry | None = None,
     ) -> None:
@@ -91,14 +91,14 @@ class TierReplay:
             one = self.replay.take(request)
             num_tokens, num_saved = one.num_prompt_tokens, one.num_saved_tokens
             num_computed = num_tokens - num_saved
-            compute_ns = costs.compute_ns(num_saved, num_computed)
-            context = costs.sum_context(num_saved, num_computed)
-            offload.measure_prefill(num_computed, context, round(compute_ns))
+            num_pairs = prefill_work(num_computed, num_saved).num_pairs
+            compute_ns = round(costs.prefill_ns(num_computed, num_saved))
+            offload.measure_prefill(num_computed, num_pairs, compute_ns)
             found.num_requests += 1
             found.num_prompt_tokens += num_tokens
             found.num_saved_tokens += num_saved
-            found.all_s += costs.compute_ns(0, num_tokens) / 1e9
-            found.not_computed_s += costs.compute_ns(0, num_saved) / 1e9
+            found.all_s += costs.prefill_ns(num_tokens) / 1e9
+            found.not_computed_s += costs.prefill_ns(num_saved) / 1e9
         after = offload.metrics()
         found.num_fetched_blocks = after.num_fetched_blocks - before.num_fetched_blocks
         found.num_computed_instead = after.num_computed_instead - before.num_computed_instead
