@@ -182,41 +182,48 @@ def _workload(settings: BenchmarkSettings, limits: _Fit) -> WorkloadSettings:
     )
 
 
+_HEADLINE = {
+    "output_throughput_tokens_per_s": "load.output_throughput_tokens_per_s",
+    "total_throughput_tokens_per_s": "load.total_throughput_tokens_per_s",
+    "request_throughput_per_s": "load.request_throughput_per_s",
+    "goodput_requests_per_s": "load.goodput_requests_per_s",
+    "high_priority_ttft_p99_ms": "high_priority.ttft_ms.p99",
+    "high_priority_e2e_p99_ms": "high_priority.e2e_ms.p99",
+    "ttft_p99_ms": "load.ttft_ms.p99",
+    "tpot_median_ms": "load.tpot_ms.median",
+    "itl_p99_ms": "load.itl_ms.p99",
+    "kv_held_share": "kv.held_share",
+    "kv_held_share_under_pressure": "kv.held_share_under_pressure",
+    "kv_live_share": "kv.live_share",
+    "token_saving": "token_saving",
+    "token_hit_rate": "token_hit_rate",
+    "ideal_hit_rate": "ideal_hit_rate",
+    "share_of_ideal": "share_of_ideal",
+    "mfu": "limits.mfu",
+    "bandwidth_use": "limits.bandwidth_use",
+    "roofline_ratio": "limits.roofline_ratio",
+    "num_failed": "load.num_failed",
+    "peak_rss_mib": "peak_rss_mib",
+}
+"""What a benchmark is read for, and where `PhaseFigures` has it."""
+
+
 def headline(phases: dict[str, dict[str, PhaseFigures]]) -> dict[str, dict[str, float | None]]:
-    """Return the figures that a benchmark is read for: name → server → value."""
-    rows: dict[str, dict[str, float | None]] = {}
-
-    def add(name: str, phase: str, read: Callable[[PhaseFigures], float | None]) -> None:
-        if phase in phases:
-            rows[f"{phase}.{name}"] = {server: read(one) for server, one in phases[phase].items()}
-
-    for phase in (SATURATED, STEADY):
-        add("output_throughput_tokens_per_s", phase, lambda one: one.load.output_throughput_tokens_per_s)
-        add("total_throughput_tokens_per_s", phase, lambda one: one.load.total_throughput_tokens_per_s)
-        add("request_throughput_per_s", phase, lambda one: one.load.request_throughput_per_s)
-        add("goodput_requests_per_s", phase, lambda one: one.load.goodput_requests_per_s)
-        add("high_priority_ttft_p99_ms", phase, lambda one: _p99(one.high_priority.ttft_ms))
-        add("high_priority_e2e_p99_ms", phase, lambda one: _p99(one.high_priority.e2e_ms))
-        add("ttft_p99_ms", phase, lambda one: _p99(one.load.ttft_ms))
-        add(
-            "tpot_median_ms", phase, lambda one: None if one.load.tpot_ms is None else one.load.tpot_ms.median
-        )
-        add("itl_p99_ms", phase, lambda one: _p99(one.load.itl_ms))
-        add("kv_held_share", phase, lambda one: one.kv.held_share)
-        add("kv_held_share_under_pressure", phase, lambda one: one.kv.held_share_under_pressure)
-        add("kv_live_share", phase, lambda one: one.kv.live_share)
-        add("token_saving", phase, lambda one: one.token_saving)
-        add("token_hit_rate", phase, lambda one: one.token_hit_rate)
-        add("ideal_hit_rate", phase, lambda one: one.ideal_hit_rate)
-        add("share_of_ideal", phase, lambda one: one.share_of_ideal)
-        add("mfu", phase, lambda one: None if one.limits is None else one.limits.mfu)
-        add("bandwidth_use", phase, lambda one: None if one.limits is None else one.limits.bandwidth_use)
-        add("roofline_ratio", phase, lambda one: None if one.limits is None else one.limits.roofline_ratio)
-        add("num_failed", phase, lambda one: one.load.num_failed)
-        add("peak_rss_mib", phase, lambda one: one.peak_rss_mib)
-    return {
-        name: values for name, values in rows.items() if any(value is not None for value in values.values())
+    """Return the figures that a benchmark is read for, where a server has them: name → server → value."""
+    rows = {
+        f"{phase}.{name}": {server: _read(one, path) for server, one in servers.items()}
+        for phase, servers in phases.items()
+        for name, path in _HEADLINE.items()
     }
+    return {name: row for name, row in rows.items() if any(value is not None for value in row.values())}
+
+
+def _read(figures: PhaseFigures, path: str) -> float | None:
+    found: Any = figures
+    for name in path.split("."):
+        found = None if found is None else getattr(found, name)
+    value: float | None = found
+    return value
 
 
 def measurement_errors(phases: dict[str, dict[str, PhaseFigures]]) -> list[str]:
@@ -227,7 +234,3 @@ def measurement_errors(phases: dict[str, dict[str, PhaseFigures]]) -> list[str]:
         for server, one in servers.items()
         if one.limits is not None and one.limits.mfu_error is not None
     ]
-
-
-def _p99(found: Any) -> float | None:
-    return None if found is None else found.p99

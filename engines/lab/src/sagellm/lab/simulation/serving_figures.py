@@ -66,37 +66,31 @@ class GroupFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingFigures(GroupFigures):
+class Counts:
+    """What a run counted besides its requests."""
+
+    busy_s: float  # in steps
+    num_steps: int
+    num_computed_tokens: int
+    batching_efficiency: float | None
+    lowered_batching_efficiency: float | None
+    jains_index: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingFigures(Counts, GroupFigures):
     """One run. Rates are over the time from the first arrival to the end of the last request."""
 
     num_failed: int
     duration_s: float
-    busy_s: float  # in steps
-    num_steps: int
-    num_computed_tokens: int
     num_preemptions: int
     goodput_requests_per_s: float
     request_throughput_per_s: float
     output_throughput_tokens_per_s: float
     total_throughput_tokens_per_s: float
     re_prefill_rate: float
-    batching_efficiency: float | None
-    lowered_batching_efficiency: float | None
-    jains_index: float | None
     by_tenant: dict[str, GroupFigures]
     by_priority: dict[int, GroupFigures]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """What a run counted besides its requests."""
-
-    busy_s: float
-    num_steps: int
-    num_computed_tokens: int
-    batching_efficiency: float | None
-    lowered_batching_efficiency: float | None
-    jains_index: float | None
 
 
 def serving_figures(
@@ -123,20 +117,15 @@ def serving_figures(
     group = _group(served, limits, prefill_ns)
     return ServingFigures(
         **vars(group),
+        **vars(counts),
         num_failed=len(served) - len(done),
         duration_s=(clock["end_ns"] - start_ns) / 1e9,
-        busy_s=counts.busy_s,
-        num_steps=counts.num_steps,
-        num_computed_tokens=counts.num_computed_tokens,
         num_preemptions=sum(one.num_preemptions for one in served),
         goodput_requests_per_s=throughput(group.num_good, **clock),
         request_throughput_per_s=throughput(len(done), **clock),
         output_throughput_tokens_per_s=throughput(num_output, **clock),
         total_throughput_tokens_per_s=total_throughput(num_prompt, num_output, **clock),
         re_prefill_rate=re_prefill_rate(num_recomputed, counts.num_computed_tokens),
-        batching_efficiency=counts.batching_efficiency,
-        lowered_batching_efficiency=counts.lowered_batching_efficiency,
-        jains_index=counts.jains_index,
         by_tenant=_by(served, lambda one: one.tenant, limits, prefill_ns),
         by_priority=_by(served, lambda one: one.priority, limits, prefill_ns),
     )

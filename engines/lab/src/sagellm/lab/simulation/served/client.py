@@ -8,6 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from sagellm.engines.config.sections import ServerConfig
+from sagellm.lab.bench.answer import EventSplitter
 from sagellm.lab.bench.http_reader import ResponseReader
 from sagellm.lab.bench.records import RequestFailedError
 from sagellm.lab.simulation.served.oracle import LETTERS, expected_tokens, text_of
@@ -134,7 +135,7 @@ class Client:
             transport.abort() if self.ask.behaviour == "leave" else transport.close()
 
     async def _read(self, reader: asyncio.StreamReader) -> str:
-        response, answer, body = ResponseReader(), Answer(self.ask), bytearray()
+        response, answer, body, events = ResponseReader(), Answer(self.ask), b"", EventSplitter()
         num_read = 0
         while not response.is_done:
             if self.ask.behaviour == "leave" and num_read >= self.ask.leaves_after_bytes:
@@ -145,18 +146,16 @@ class Client:
             num_read += len(data)
             if not data:
                 response.end()
-            body += response.feed(data)
-            if response.status == 200 and self.ask.is_streamed:
-                outcome = self._take_events(answer, body)
-                if outcome is not None:
-                    return outcome
-        return self._end(response.status, answer, bytes(body))
+            piece = response.feed(data)
+            if response.status != 200 or not self.ask.is_streamed:
+                body += piece
+            elif outcome := self._take_events(answer, events.feed(piece)):
+                return outcome
+        return self._end(response.status, answer, body)
 
-    def _take_events(self, answer: Answer, body: bytearray) -> str | None:
-        """Take complete events from the body; return the outcome if they end the answer."""
-        while (end := body.find(b"\n\n")) >= 0:
-            event = bytes(body[:end]).removeprefix(b"data: ")
-            del body[: end + 2]
+    def _take_events(self, answer: Answer, events: list[bytes]) -> str | None:
+        """Take events; return the outcome if they end the answer."""
+        for event in events:
             if event == b"[DONE]":
                 return self._finished(answer)
             chunk = json.loads(event)

@@ -265,14 +265,6 @@ class SimTransport(asyncio.Transport):
         protocol.connection_made(self)
         loop.call_soon(self._exchange)
 
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        """Return the protocol."""
-        return self._protocol
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Replace the protocol."""
-        self._protocol = protocol  # type: ignore[assignment]
-
     def is_closing(self) -> bool:
         """Say whether it is being closed."""
         return self._is_closing
@@ -287,14 +279,6 @@ class SimTransport(asyncio.Transport):
             self._is_paused = False
             self._loop.call_soon(self._exchange)
 
-    def is_reading(self) -> bool:
-        """Say whether it reads."""
-        return not self._is_paused and not self._is_closing
-
-    def get_write_buffer_size(self) -> int:
-        """Return how many bytes are unsent."""
-        return len(self._buffer)
-
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """Keep the limits that the simulation has chosen."""
 
@@ -303,10 +287,6 @@ class SimTransport(asyncio.Transport):
         if not self._is_closing and not self._is_ending:
             self._buffer += data
             self._flush()
-
-    def can_write_eof(self) -> bool:
-        """Say yes."""
-        return True
 
     def write_eof(self) -> None:
         """End the sending half after what is unsent."""
