@@ -250,7 +250,7 @@ def test_a_replay_teaches_the_predictor_of_its_policy():
     cache = CacheReplay(config(60, "predictive"))
     for _ in cache.run(requests):
         pass
-    policy = cache.metrics()["eviction_policy"]
+    policy = cache.kv.metrics_of["eviction_policy"]()
     assert policy.details["num_asked"] > 100
 
 

@@ -51,10 +51,10 @@ def figures_of(
     """
     num_prompt_tokens = sum(one.num_prompt_tokens for one in replayed)
     num_saved = sum(one.num_saved_tokens for one in replayed)
-    num_blocks = sum(_num_blocks(one) for one in replayed)
+    num_blocks = sum(one.num_blocks for one in replayed)
     pairs = zip(replayed, unlimited, strict=True)
     num_recomputed = sum(max(0, ideal.num_saved_tokens - one.num_saved_tokens) for one, ideal in pairs)
-    served = [one for one in replayed if _num_blocks(one)]
+    served = [one for one in replayed if one.num_blocks]
     prompts = [PromptBlocks(num_reused=one.num_reused_blocks, num_new=one.num_new_blocks) for one in served]
     return CacheFigures(
         num_requests=len(replayed),
@@ -71,9 +71,10 @@ def figures_of(
         sharing_fraction_source=sharing_fraction_source(
             num_blocks, sum(one.num_cached_blocks for one in replayed)
         ),
-        mean_sharing_fraction_source=_mean(
-            [sharing_fraction_source(_num_blocks(one), one.num_cached_blocks) for one in served]
-        ),
+        mean_sharing_fraction_source=sum(
+            sharing_fraction_source(one.num_blocks, one.num_cached_blocks) for one in served
+        )
+        / max(1, len(served)),
         re_prefill_rate=re_prefill_rate(num_recomputed, num_prompt_tokens - num_saved),
         internal_fragmentation=internal_fragmentation(
             sum(one.num_prompt_tokens for one in served), num_blocks, block_size
@@ -84,15 +85,7 @@ def figures_of(
 
 def sharing_fractions(replayed: Seq[ReplayedRequest]) -> list[float]:
     """Return the block sharing fraction of each request, for its distribution."""
-    return [one.num_reused_blocks / _num_blocks(one) for one in replayed if _num_blocks(one)]
-
-
-def _num_blocks(one: ReplayedRequest) -> int:
-    return one.num_reused_blocks + one.num_new_blocks
-
-
-def _mean(values: Seq[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    return [one.num_reused_blocks / one.num_blocks for one in replayed if one.num_blocks]
 
 
 def _held_under_pressure(replayed: Seq[ReplayedRequest], capacity: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,11 @@ class ReplayedRequest:
     num_new_blocks: int = 0  # allocated for the rest
     num_cached_blocks: int = 0  # new ones that the cache took
     is_refused: bool = False  # there was no room for it even after evicting everything
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the prompt, reused and new."""
+        return self.num_reused_blocks + self.num_new_blocks
 
 
 class CacheReplay:
@@ -107,10 +112,6 @@ class CacheReplay:
             num_new_blocks=num_new,
             num_cached_blocks=self._num_cached_blocks() - before,
         )
-
-    def metrics(self) -> Mapping[str, Any]:
-        """Return the metrics of every module."""
-        return {kind: read() for kind, read in self.kv.metrics_of.items()}
 
     def _num_cached_blocks(self) -> int:
         """Full blocks that the cache has taken so far."""

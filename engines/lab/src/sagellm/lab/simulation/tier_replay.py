@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from sagellm.core import (
     UNNAMED,
@@ -105,10 +104,6 @@ class TierReplay:
         found.num_lost_blocks = after.num_lost_blocks - before.num_lost_blocks
         found.fetch_s = (after.expected_fetch_ns - before.expected_fetch_ns) / 1e9
         return found
-
-    def metrics(self) -> Mapping[str, Any]:
-        """Return the metrics of every module."""
-        return self.replay.metrics()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pool, cache or tiers contradict themselves."""

@@ -12,28 +12,25 @@ from sagellm.core import InvalidInputError
 def json_lines(lines: IO[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the object of each line that is not blank. Raises InvalidInputError."""
     for number, text in enumerate(iter(lines.readline, ""), 1):
-        if text.strip():
-            yield number, json_object(text, number)
-
-
-def json_object(text: str, line: int) -> dict[str, Any]:
-    """Read one object. Raises InvalidInputError."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise InvalidInputError(f"line {line}: {text.strip()[:60]!r} is not a JSON object")
-    return found
+        if not text.strip():
+            continue
+        found = _json(text)
+        if not isinstance(found, dict):
+            raise InvalidInputError(f"line {number}: {text.strip()[:60]!r} is not a JSON object")
+        yield number, found
 
 
 def has_keys(first_line: str, *keys: str) -> bool:
     """Say whether a first line is an object with these keys."""
-    try:
-        found = json.loads(first_line)
-    except ValueError:
-        return False
+    found = _json(first_line)
     return isinstance(found, dict) and all(key in found for key in keys)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def count_of_tokens(value: object, what: str, line: int) -> int:
