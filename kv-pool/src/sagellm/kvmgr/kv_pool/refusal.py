@@ -38,8 +38,10 @@ def no_claim(block_ids: Sequence[BlockId], occupancy: Sequence[int]) -> BlockErr
     """Return the error for the first id that cannot be claimed."""
     seen: set[BlockId] = set()
     for block_id in block_ids:
-        if (unknown := _not_an_id(block_id, len(occupancy))) is not None:
-            return unknown
+        if type(block_id) is not int:
+            return BlockError(f"block id {block_id!r} is a {type(block_id).__name__}; block ids are ints")
+        if not 0 <= block_id < len(occupancy):
+            return BlockError(f"block {block_id} does not exist; block ids are 0 … {len(occupancy) - 1}")
         if occupancy[block_id] or block_id in seen:
             what = "given twice" if block_id in seen else "allocated"
             return BlockError(f"block {block_id} is {what}; claim free blocks, each once")
@@ -53,8 +55,10 @@ def refusal(
     """Return the error for the first wrong id. `num_refs` gives a block's references, 0 if free."""
     seen: Counter[BlockId] = Counter()
     for block_id in block_ids:
-        if (unknown := _not_an_id(block_id, total_blocks)) is not None:
-            return unknown
+        if type(block_id) is not int:
+            return BlockError(f"block id {block_id!r} is a {type(block_id).__name__}; block ids are ints")
+        if not 0 <= block_id < total_blocks:
+            return BlockError(f"block {block_id} does not exist; block ids are 0 … {total_blocks - 1}")
         held = num_refs(block_id)
         if not held:
             return BlockError(f"block {block_id} is already free; it can be neither freed nor shared")
@@ -65,11 +69,3 @@ def refusal(
                 "reference(s); free it once for each allocate or share"
             )
     return BlockError(f"the allocator refused blocks {list(block_ids)[:8]} though each of them is allocated")
-
-
-def _not_an_id(block_id: object, total_blocks: int) -> BlockError | None:
-    if type(block_id) is not int:
-        return BlockError(f"block id {block_id!r} is a {type(block_id).__name__}; block ids are ints")
-    if not 0 <= block_id < total_blocks:
-        return BlockError(f"block {block_id} does not exist; block ids are 0 … {total_blocks - 1}")
-    return None

@@ -138,13 +138,14 @@ class KVSaves(KVSavesProtocol):
         with self._folder.new(progress.name, num_bytes) as unfinished:
             tier = yield from _in_background(lambda: self._open_tier(num_bytes, unfinished))
             with closing(tier):
-                copies = _Copies(tier, self._copier.staging(), self._ended_save)
+                copies = self._copier.copies(tier, self._ended_save)
                 for run in _named_runs(runs, chosen, identity):
                     if run is None:
                         yield
                         continue
                     for part in self._copier.parts(run):
-                        yield from copies.add(progress, self._copier.begin_save, part)
+                        self._copier.begin_save(copies, part)
+                        yield from copies.make_room(progress)
                 yield from copies.finish(progress)
             progress.phase = "writing"
             yield from _in_background(lambda: self._folder.finish(unfinished, progress.name))
@@ -170,13 +171,14 @@ class KVSaves(KVSavesProtocol):
             progress.tenants = sorted((yield from _require_same(progress.name, headers, identity, tenant)))
             progress.num_blocks = len(headers)
             progress.phase = "copying"
-            copies = _Copies(tier, self._copier.staging(), self._ended_load)
+            copies = self._copier.copies(tier, self._ended_load)
             for run in joined_runs(headers):
                 if run is None:
                     yield
                     continue
                 for part in self._copier.parts(run):
-                    yield from copies.add(progress, self._copier.begin_load, part)
+                    self._copier.begin_load(copies, part)
+                    yield from copies.make_room(progress)
             yield from copies.finish(progress)
             progress.num_left_out += progress.num_blocks - progress.num_done
             progress.num_done = progress.num_blocks
@@ -204,33 +206,32 @@ def _in_background(work: Callable[[], _T]) -> Generator[None, None, _T]:
         return future.result()
 
 
-class _Staging:
-    """Host memory for the parts under way: an extent for each part, or one for each block of a shorter part.
+class _Copies:
+    """Parts being copied to or from a tier, staged in host memory; they end in order, one per step.
 
-    It has room for `_MAX_BUFFERED_BYTES` and one more part, and its pages are the same for all of a save.
+    A whole part is one extent of the memory, a shorter one an extent for each block. There is room for
+    `_MAX_BUFFERED_BYTES` and one more part.
     """
 
-    def __init__(self, memory: KVMemory, part_blocks: int) -> None:
+    def __init__(self, tier: KVTierProtocol, ended: _Ended, memory: KVMemory, part_blocks: int) -> None:
+        self._tier, self._ended = tier, ended
         self._block_size, self._block_bytes = memory.block_size, memory.block_bytes
         self._part_tokens = part_blocks * memory.block_size
         num_parts = _MAX_BUFFERED_BYTES // (part_blocks * memory.block_bytes) + 1
-        config = KVPoolConfig(
-            total_tokens=num_parts * self._part_tokens,
-            sequence_tokens=self._part_tokens,
-            page_tokens=memory.block_size,
+        self._pool = MultiGranularKVPool(
+            KVPoolConfig(
+                total_tokens=num_parts * self._part_tokens,
+                sequence_tokens=self._part_tokens,
+                page_tokens=memory.block_size,
+            )
         )
-        self._pool = MultiGranularKVPool(config)
         self._data = memoryview(bytearray(num_parts * part_blocks * memory.block_bytes))
+        self._under_way: deque[_Copy] = deque()
+        self._outcomes: dict[Ticket, Seq[TierOutcome]] = {}
 
-    def has_room(self) -> bool:
-        """Say whether a whole part fits."""
-        return self._pool.get_free_tokens() >= self._part_tokens
-
-    def take(self, num_blocks: int) -> _Staged:
-        """Return buffers of one block each, at most as many as a part has; `has_room` must hold."""
-        if not num_blocks:
-            return _Staged([], [])
-        extents = self._pool.allocate(num_blocks * self._block_size)
+    def stage(self, num_blocks: int) -> _Staged:
+        """Return memory for the blocks of one part, or of a piece of it, for which `make_room` made room."""
+        extents = self._pool.allocate(num_blocks * self._block_size) if num_blocks else []
         size = self._block_bytes
         buffers = []
         for granularity, start in extents:
@@ -239,34 +240,15 @@ class _Staging:
             buffers += [self._data[at : at + size] for at in range(first, first + num_bytes, size)]
         return _Staged(extents, buffers)
 
-    def give_back(self, staged: _Staged) -> None:
-        """Take buffers back, which nothing may use any more."""
-        self._pool.free(staged.extents)
+    def begin(self, action: TierAction, part: _NamedRun, headers: Seq[BlockHeader], staged: _Staged) -> None:
+        """Put staged blocks of a part into the tier, or get them from it."""
+        requests = [TierRequest(action, *each) for each in zip(headers, staged.buffers, strict=True)]
+        self._under_way.append(_Copy(part, headers, staged, self._tier.submit(requests)))
 
-
-class _Copies:
-    """Parts being copied to or from a tier, bounded by what is staged; they end in order, one per step."""
-
-    def __init__(
-        self,
-        tier: KVTierProtocol,
-        staging: _Staging,
-        ended: Callable[[SaveProgress, _Copy, Seq[TierOutcome]], None],
-    ) -> None:
-        self._tier, self._staging, self._ended = tier, staging, ended
-        self._under_way: deque[_Copy] = deque()
-        self._outcomes: dict[Ticket, Seq[TierOutcome]] = {}
-
-    def add(
-        self,
-        progress: SaveProgress,
-        begin: Callable[[KVTierProtocol, _Staging, _NamedRun], _Copy],
-        part: _NamedRun,
-    ) -> _Job:
-        """Begin a part and yield until there is room for another."""
-        self._under_way.append(begin(self._tier, self._staging, part))
+    def make_room(self, progress: SaveProgress) -> _Job:
+        """Yield at least once, and until there is room for another part."""
         yield
-        while not self._staging.has_room():
+        while self._pool.get_free_tokens() < self._part_tokens:
             yield from self._end_first(progress)
 
     def finish(self, progress: SaveProgress) -> _Job:
@@ -280,7 +262,7 @@ class _Copies:
         if outcomes is not None:
             copy = self._under_way.popleft()
             self._ended(progress, copy, outcomes)
-            self._staging.give_back(copy.staged)
+            self._pool.free(copy.staged.extents)
         yield
 
 
@@ -393,6 +375,9 @@ class _Copy(NamedTuple):
     ticket: Ticket
 
 
+_Ended: TypeAlias = Callable[[SaveProgress, _Copy, Seq[TierOutcome]], None]
+
+
 class _Copier:
     """Copies between an engine's prefix cache and a tier; every call takes about 1 ms."""
 
@@ -404,9 +389,9 @@ class _Copier:
     def _part_blocks(self) -> int:
         return min(_PART_BLOCKS, max(1, _PART_BYTES // self._memory.block_bytes))
 
-    def staging(self) -> _Staging:
-        """Return memory for one save or load."""
-        return _Staging(self._memory, self._part_blocks)
+    def copies(self, tier: KVTierProtocol, ended: _Ended) -> _Copies:
+        """Return what copies parts to or from a tier."""
+        return _Copies(tier, ended, self._memory, self._part_blocks)
 
     def parts(self, run: _NamedRun) -> Iterator[_NamedRun]:
         """Split a run into parts that can be copied between two steps."""
@@ -415,18 +400,18 @@ class _Copier:
             headers = run.headers[start : start + num_blocks]
             yield _NamedRun(run.path[: (first + start + len(headers)) * self._block_size], headers)
 
-    def begin_save(self, tier: KVTierProtocol, staging: _Staging, part: _NamedRun) -> _Copy:
+    def begin_save(self, copies: _Copies, part: _NamedRun) -> None:
         """Start to store those blocks of a part that are still cached."""
         match = self._cache.match_prefix(part.path, part.headers[0].namespace)
         block_ids = match.block_ids[self._first(part) :]
-        staged = staging.take(len(block_ids))
+        staged = copies.stage(len(block_ids))
         self._access.read_blocks(block_ids, staged.buffers)
-        return _begin("put", tier, part, part.headers[: len(block_ids)], staged)
+        copies.begin("put", part, part.headers[: len(block_ids)], staged)
 
-    def begin_load(self, tier: KVTierProtocol, staging: _Staging, part: _NamedRun) -> _Copy:
+    def begin_load(self, copies: _Copies, part: _NamedRun) -> None:
         """Start to read those blocks of a part that are not cached yet."""
         headers = part.headers[self._num_known(part) :]
-        return _begin("get", tier, part, headers, staging.take(len(headers)))
+        copies.begin("get", part, headers, copies.stage(len(headers)))
 
     def end_load(self, copy: _Copy, outcomes: Seq[TierOutcome]) -> int:
         """Cache the blocks that were read, and return how many of the part's blocks are then cached.
@@ -456,15 +441,6 @@ class _Copier:
 
     def _first(self, run: _NamedRun) -> int:
         return len(run.path) // self._block_size - len(run.headers)
-
-
-def _begin(
-    action: TierAction, tier: KVTierProtocol, part: _NamedRun, headers: Seq[BlockHeader], staged: _Staged
-) -> _Copy:
-    requests = [
-        TierRequest(action, header, data) for header, data in zip(headers, staged.buffers, strict=True)
-    ]
-    return _Copy(part, headers, staged, tier.submit(requests))
 
 
 def _path_of(runs: Seq[CachedRun], number: int) -> TokenIds:
