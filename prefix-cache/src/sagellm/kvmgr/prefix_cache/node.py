@@ -28,7 +28,6 @@ class PartialBlock:
     block_id: BlockId
     tokens: bytes = field(repr=False)
     node: PrefixNode = field(repr=False)
-    usage: TenantUsage = field(repr=False)  # of its owner
 
 
 NO_CHILDREN: dict[bytes, PrefixNode] = {}
@@ -146,7 +145,7 @@ class Partials(OrderedDict[BlockId, PartialBlock]):
         replaced = self.supersede(node, tokens)
         if len(node.partials) == _MAX_PARTIALS:
             replaced += self.remove(node.partials[:1])
-        partial = PartialBlock(block_id, tokens, node, node.usage)
+        partial = PartialBlock(block_id, tokens, node)
         node.usage.num_partial_blocks += 1
         node.partials += (partial,)
         self[block_id] = partial
@@ -170,7 +169,7 @@ class Partials(OrderedDict[BlockId, PartialBlock]):
             node = partial.node
             place = node.partials.index(partial)
             node.partials = node.partials[:place] + node.partials[place + 1 :]
-            partial.usage.num_partial_blocks -= 1
+            node.usage.num_partial_blocks -= 1
             del self[partial.block_id]
             dropped.append(partial.block_id)
         return dropped
