@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from sagellm.comm.tree import Tree
 
@@ -18,8 +19,7 @@ class Memory:
     available_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Version:
+class _Version(NamedTuple):
     """File names of one version of control groups."""
 
     limit: str
@@ -27,16 +27,10 @@ class _Version:
     reclaimable: str  # the line of memory.stat that counts file pages which the kernel can drop
 
 
-_VERSION_1 = _Version(
-    limit="memory.limit_in_bytes",
-    usage="memory.usage_in_bytes",
-    reclaimable="total_inactive_file",
-)
-_VERSION_2 = _Version(
-    limit="memory.max",
-    usage="memory.current",
-    reclaimable="inactive_file",
-)
+_VERSIONS = {
+    1: _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: _Version("memory.max", "memory.current", "inactive_file"),
+}
 
 
 def read_memory(tree: Tree | None = None) -> Memory:
@@ -52,7 +46,7 @@ def read_memory(tree: Tree | None = None) -> Memory:
         tree.warn("/proc/meminfo does not list MemTotal: the memory is not known")
     limit = total
     for folder, number in group_folders(tree, "memory"):
-        version = _VERSION_1 if number == 1 else _VERSION_2
+        version = _VERSIONS[number]
         group_limit = tree.number(f"{folder}/{version.limit}")  # "max" is not a number: no limit
         if group_limit is None or not 0 <= group_limit < total:
             continue
