@@ -202,10 +202,15 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
         "unpin": ("pins are listed until they are ended", "pins are listed until they are ended"),
     },
     "quantizer": {
+        "count": (
+            "metrics count bytes and the largest error",
+            "metrics count bytes and the largest error",
+        ),
         "dequantize": (
             "a round trip stays within the error that is stated",
             "a round trip stays within the error that is stated",
         ),
+        "integer_form": ("a form for kernels is what quantize makes", None),
         "linear": (
             "linear multiplies by what the output stands for",
             "linear multiplies by what the output stands for",

@@ -125,6 +125,26 @@ class QuantizerContract:
             tolerance = 16 * torch.finfo(x.dtype).eps * num_columns**0.5
             torch.testing.assert_close(product.float(), expected, rtol=tolerance, atol=tolerance)
 
+    @pytest.mark.parametrize("granularity", GRANULARITIES)
+    def test_a_form_for_kernels_is_what_quantize_makes(
+        self, torch: Any, granularity: QuantizationGranularity
+    ) -> None:
+        """Kernels that go by `integer_form` make the same values by the same scales."""
+        weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(2))
+        quantizer = self.make(self.config(granularity, clip_ratio=0.9))
+        form = quantizer.integer_form(16)
+        if form is None:
+            return
+        output = quantizer.quantize(weight)
+        lowest, highest = {8: (-127, 127), 4: (-8, 7)}[form.bits]
+        groups = weight.view(8, 16 // form.group_size if form.group_size else 1, -1)
+        assert output.scales.shape == groups.shape[:2]
+        widest = groups.abs().amax(-1) * (form.clip_ratio / highest)
+        if not form.searches_scales:
+            assert bool(((output.scales >= widest) & (output.scales <= widest * (1 + 2**-7))).all())
+        values = (groups / output.scales.unsqueeze(-1)).round().clamp(lowest, highest)
+        assert torch.equal(output.values.view_as(values).to(values.dtype), values)
+
     def test_the_weight_itself_is_left_alone(self, torch: Any) -> None:
         """Quantizing does not change its input."""
         weight = torch.randn(8, 16)
