@@ -22,6 +22,7 @@ from sagellm.server.http.access_log import AccessLog
 from sagellm.server.http.admission import Admission, Quota
 from sagellm.server.http.api_key_file import with_key_file
 from sagellm.server.http.body import BodyGate
+from sagellm.server.http.body_schema import DetokenizeBody, TokenizeBody
 from sagellm.server.http.engine_front import EngineFront
 from sagellm.server.http.errors import APIError
 from sagellm.server.http.generation import Chats, Completions
@@ -32,7 +33,7 @@ from sagellm.server.http.response_headers import ResponseHeaders
 from sagellm.server.http.service import Service
 from sagellm.server.http.spans import SpanMiddleware, Spans
 from sagellm.server.http.start_page import StartPage
-from sagellm.server.http.tokenizing import Detokenize, Tokenize, tokenizer_info
+from sagellm.server.http.tokenizing import Tokenizing, detokenize, tokenize, tokenizer_info
 from sagellm.server.http.wrong_paths import no_such_path, served_paths, wrong_method
 
 logger = get_logger(__name__)
@@ -118,8 +119,8 @@ def _endpoints(service: Service, start_page: StartPage) -> list[Route]:
         Route("/tokenizer_info", show_tokenizer),
         Route("/v1/completions", Completions(service), methods=["POST"]),
         Route("/v1/chat/completions", Chats(service), methods=["POST"]),
-        Route("/tokenize", Tokenize(service), methods=["POST"]),
-        Route("/detokenize", Detokenize(service), methods=["POST"]),
+        Route("/tokenize", Tokenizing(service, TokenizeBody, tokenize), methods=["POST"]),
+        Route("/detokenize", Tokenizing(service, DetokenizeBody, detokenize), methods=["POST"]),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sagellm.core import Namespace, Tenant, get_logger
@@ -41,6 +41,8 @@ class Generation(ABC, Generic[B]):
 
     kind: type[B]
     shape: type[Shape]
+    params: Callable[[B, SamplingParams], SamplingParams]
+    """Returns the sampling parameters of a body, given the model's. A static method."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -48,10 +50,6 @@ class Generation(ABC, Generic[B]):
     @abstractmethod
     async def prompts(self, body: B) -> list[EncodedPrompt]:
         """Return the prompts to continue."""
-
-    @abstractmethod
-    def params(self, body: B, defaults: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; all of its errors are handled here."""
@@ -155,6 +153,7 @@ class Completions(Generation[CompletionBody]):
 
     kind = CompletionBody
     shape = CompletionShape
+    params = staticmethod(completion_params)
 
     async def prompts(self, body: CompletionBody) -> list[EncodedPrompt]:
         """Return one prompt or many, with their text for an echo."""
@@ -162,24 +161,17 @@ class Completions(Generation[CompletionBody]):
         prompts = await encoder.encode_completion(body)
         return [await encoder.with_text(prompt) for prompt in prompts] if body.echo else prompts
 
-    def params(self, body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
-        """Return the body's sampling."""
-        return completion_params(body, defaults)
-
 
 class Chats(Generation[ChatBody]):
     """POST /v1/chat/completions."""
 
     kind = ChatBody
     shape = ChatShape
+    params = staticmethod(chat_params)
 
     async def prompts(self, body: ChatBody) -> list[EncodedPrompt]:
         """Return the one prompt that the template makes."""
         return [await self.service.encoder.encode_chat(body)]
-
-    def params(self, body: ChatBody, defaults: SamplingParams) -> SamplingParams:
-        """Return the body's sampling."""
-        return chat_params(body, defaults)
 
 
 def _left_ms(deadline_ms: float | None, arrived: float) -> float | None:

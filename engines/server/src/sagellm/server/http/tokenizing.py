@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sagellm.core import get_logger
@@ -47,27 +46,26 @@ _TOLD_SETTINGS = frozenset(
 """The settings of a tokenizer that are shown; others may be paths of this machine."""
 
 
-class _Tokenizing(ABC, Generic[B]):
+class Tokenizing(Generic[B]):
     """One endpoint, an ASGI application. A call takes a seat, like requests that generate."""
 
-    kind: type[B]
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-
-    @abstractmethod
-    async def answer(self, body: B) -> dict[str, Any]:
-        """Return the answer. Raises APIError."""
+    def __init__(
+        self, service: Service, kind: type[B], answer: Callable[[Service, B], Awaitable[dict[str, Any]]]
+    ) -> None:
+        self._service = service
+        self._kind: type[B] = kind
+        self._answer: Callable[[Service, B], Awaitable[dict[str, Any]]] = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
+        service = self._service
         try:
             tenant = scope["state"]["tenant"].name
-            with self.service.admission.seat(tenant):
-                body = await self.service.read(scope, self.kind)
-                self.service.check_model(body.model)
-                async with self.service.encoding(tenant):
-                    answer = await self.answer(body)
+            with service.admission.seat(tenant):
+                body = await service.read(scope, self._kind)
+                service.check_model(body.model)
+                async with service.encoding(tenant):
+                    answer = await self._answer(service, body)
                 is_long = len(answer.get("tokens", ())) > _MANY_TOKENS
                 written = await asyncio.to_thread(encode_json, answer) if is_long else encode_json(answer)
         except Exception as error:
@@ -79,32 +77,21 @@ class _Tokenizing(ABC, Generic[B]):
         await send_bytes(send, written)
 
 
-class Tokenize(_Tokenizing[TokenizeBody]):
-    """POST /tokenize."""
-
-    kind = TokenizeBody
-
-    async def answer(self, body: TokenizeBody) -> dict[str, Any]:
-        """Return the token ids of a text, or of messages as the model's template writes them."""
-        encoder = self.service.encoder
-        token_ids = await encoder.tokenize(body)
-        texts = await encoder.texts_of(token_ids) if body.return_token_strs else None
-        return {
-            "count": len(token_ids),
-            "max_model_len": self.service.front.max_model_len,
-            "tokens": token_ids,
-            "token_strs": texts,
-        }
+async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
+    """Return the token ids of a text, or of messages as the model's template writes them."""
+    encoder = service.encoder
+    token_ids = await encoder.tokenize(body)
+    return {
+        "count": len(token_ids),
+        "max_model_len": service.front.max_model_len,
+        "tokens": token_ids,
+        "token_strs": await encoder.texts_of(token_ids) if body.return_token_strs else None,
+    }
 
 
-class Detokenize(_Tokenizing[DetokenizeBody]):
-    """POST /detokenize."""
-
-    kind = DetokenizeBody
-
-    async def answer(self, body: DetokenizeBody) -> dict[str, Any]:
-        """Return the text of token ids."""
-        return {"prompt": await self.service.encoder.detokenize(body.tokens)}
+async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
+    """Return the text of token ids."""
+    return {"prompt": await service.encoder.detokenize(body.tokens)}
 
 
 def tokenizer_info(tokenizer: Tokenizer | None) -> dict[str, Any]:
