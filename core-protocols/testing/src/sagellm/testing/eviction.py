@@ -15,7 +15,7 @@ from sagellm.core.ids import BlockId, NodeId, SequenceId
 from sagellm.core.protocols.eviction import CachedNode, EvictionCandidate, EvictionPolicyProtocol
 from sagellm.core.runtime import Randomness
 from sagellm.testing.cost import cpu_ns, least_cpu_ns, slowness
-from sagellm.testing.eviction_machine import EvictionPolicyMachine, change, make_node
+from sagellm.testing.eviction_machine import EvictionPolicyMachine, make_node
 from sagellm.testing.random_operations import run_operations
 from sagellm.testing.threads import NUM_THREADS, run_in_threads
 
@@ -57,14 +57,14 @@ def _pass_through(policy: EvictionPolicyProtocol, node: CachedNode) -> None:
 def _victims(policy: EvictionPolicyProtocol, beside: EvictionPolicyProtocol | None = None) -> list[int]:
     """Return a policy's victims in a random history; make other calls on another policy meanwhile."""
     random, other = Randomness(10).stream("own"), Randomness(11).stream("other")
-    nodes: tuple[dict[int, CachedNode], ...] = ({}, {}, {}, {})
+    machine = EvictionPolicyMachine(policy, names_victims=False)
+    elsewhere = None if beside is None else EvictionPolicyMachine(beside, names_victims=False)
     victims = []
-    for now in range(1, 1_500):
-        victim = change(policy, random, now, nodes[0], nodes[1])
-        if victim is not None:
+    for _ in range(1_500):
+        if victim := machine.step(random):
             victims.append(int(victim.node_id))
-        if beside is not None:
-            change(beside, other, now, nodes[2], nodes[3])
+        if elsewhere is not None:
+            elsewhere.step(other)
     return victims
 
 
@@ -102,18 +102,12 @@ class EvictionPolicyContract:
     def test_random_operations_keep_to_the_candidates(self) -> None:
         """The victim is a candidate, the one that `rank` expects, and the same when asked twice."""
         policy = self.make()
-        random = Randomness(1).stream("eviction")
-        outside: dict[int, CachedNode] = {}
-        candidates: dict[int, CachedNode] = {}
-        for now in range(1, self.num_operations + 1):
-            change(policy, random, now, outside, candidates)
-            victim = policy.victim()
-            assert victim is policy.victim()
-            assert victim is None or candidates.get(victim.node_id) is victim, (
-                f"node {victim.node_id} was named and is not a candidate"
-            )
-            if candidates and self.rank(next(iter(candidates.values()))) is not None:
-                assert victim is min(candidates.values(), key=self.rank)
+        machine, random = self._machine(policy), Randomness(1).stream("eviction")
+        for _ in range(self.num_operations):
+            machine.step(random)
+            machine.the_victim_is_an_unlocked_leaf()
+            if machine.leaves and self.rank(machine.leaves[0]) is not None:
+                assert policy.victim() is min(machine.leaves, key=self.rank)
 
     def test_two_policies_share_nothing(self) -> None:
         """Calls on one do not affect the other."""
@@ -159,7 +153,7 @@ class EvictionPolicyContract:
 
     def test_no_random_sequence_of_calls_disagrees_with_a_model(self) -> None:
         """Only unlocked leaves are named, and, where the policy says so, whenever there are any."""
-        run_operations(lambda: EvictionPolicyMachine(self.make(), names_victims=self.names_victims))
+        run_operations(lambda: self._machine(self.make()))
 
     def test_two_policies_decide_without_each_other(self) -> None:
         """Equal histories give equal victims, whatever calls another policy gets in between."""
@@ -169,20 +163,16 @@ class EvictionPolicyContract:
 
     def test_eight_threads_may_take_turns(self) -> None:
         """The cache calls from any thread, one at a time."""
-        policy, lock = self.make(), threading.Lock()
-        outside: dict[int, CachedNode] = {}
-        candidates: dict[int, CachedNode] = {}
-        ticks = iter(range(1, 1 << 30))
+        machine, lock = self._machine(self.make()), threading.Lock()
 
         def work(thread: int) -> None:
             random = Randomness(thread).stream("turns")
             for _ in range(200):
                 with lock:
-                    change(policy, random, next(ticks), outside, candidates)
+                    machine.step(random)
 
         run_in_threads(work, num_threads=NUM_THREADS)
-        victim = policy.victim()
-        assert victim is None or victim.node_id in candidates
+        machine.the_victim_is_an_unlocked_leaf()
 
     def test_eight_threads_may_have_a_policy_each(self) -> None:
         """Nothing that two of them share is changed without a lock."""
@@ -230,6 +220,9 @@ class EvictionPolicyContract:
         gc.collect()
         num_kept = sum(node() is not None for node in left)
         assert num_kept <= self.max_kept_nodes, f"{num_kept} of 5,000 nodes that left are still held"
+
+    def _machine(self, policy: EvictionPolicyProtocol) -> EvictionPolicyMachine:
+        return EvictionPolicyMachine(policy, names_victims=self.names_victims)
 
     def _decision_s(self, num_leaves: int) -> float:
         policy = self.make()

@@ -11,6 +11,7 @@ from sagellm.core.ids import NodeId
 from sagellm.core.protocols.eviction import CachedNode, EvictionPolicyProtocol
 
 _PICK = st.integers(0, 15)
+_STEPS_PER_NS = 3  # so that some nodes are equally old
 
 
 def make_node(node_id: int, **values: int) -> CachedNode:
@@ -29,16 +30,41 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
         super().__init__()
         self.policy = policy
         self.names_victims = names_victims
-        self.now = 0
+        self.now = 0  # and the id of the last node
         self.num_hits = 0
         self.locked: list[CachedNode] = []
         self.leaves: list[CachedNode] = []
+
+    def step(self, random: Random) -> CachedNode | None:
+        """Do what a cache could do next and return the victim, if one went.
+
+        A node enters, is hit and locked, is unlocked, or is evicted.
+        """
+        kind, pick = random.random(), random.randrange(1 << 16)
+        if kind < 0.3 or not (self.locked or self.leaves):
+            self.insert(num_blocks=random.randrange(1, 9))
+        elif kind < 0.6 and self.locked:
+            self.unlock(pick=pick)
+        elif kind < 0.8 and self.leaves:
+            self.lock(pick=pick, is_hit=True)
+        elif victim := self.policy.victim():
+            assert victim in self.leaves, f"node {victim.node_id} was named: {self._what_is(victim)}"
+            self._remove(victim)
+            return victim
+        return None
 
     @rule(num_blocks=st.integers(1, 4))
     def insert(self, num_blocks: int) -> None:
         """A request adds a node and locks it."""
         self.now += 1
-        node = make_node(self.now, num_blocks=num_blocks, depth=16 * num_blocks)
+        time_ns = self.now // _STEPS_PER_NS
+        node = make_node(
+            self.now,
+            num_blocks=num_blocks,
+            depth=16 * num_blocks,
+            created_ns=time_ns,
+            last_access_ns=time_ns,
+        )
         self.policy.on_insert(node)
         self.locked.append(node)
 
@@ -68,7 +94,7 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
 
     def _hit(self, node: CachedNode) -> None:
         self.now += 1
-        node.last_access_ns = self.now
+        node.last_access_ns = self.now // _STEPS_PER_NS
         node.access_count += 1
         self.num_hits += 1
         self.policy.on_hit(node)
@@ -135,38 +161,3 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
 
     def _what_is(self, node: CachedNode) -> str:
         return "it is locked or has a child" if node in self.locked else "it is not in the tree"
-
-
-def change(
-    policy: EvictionPolicyProtocol,
-    random: Random,
-    now: int,
-    outside: dict[int, CachedNode],
-    candidates: dict[int, CachedNode],
-) -> CachedNode | None:
-    """Do what a cache could do next and return the victim, if one went.
-
-    A node enters, is hit, locked, unlocked, or evicted.
-    """
-    kind = random.random()
-    if kind < 0.3 or not (outside or candidates):
-        node = make_node(now, last_access_ns=now // 3, created_ns=now // 3, num_blocks=random.randrange(1, 9))
-        policy.on_insert(node)
-        outside[now] = node
-    elif kind < 0.6 and outside:
-        node = outside.pop(random.choice(list(outside)))
-        policy.add_candidate(node)
-        candidates[node.node_id] = node
-    elif kind < 0.8 and candidates:
-        node = candidates.pop(random.choice(list(candidates)))
-        policy.remove_candidate(node)
-        node.last_access_ns = now // 3
-        node.access_count += 1
-        policy.on_hit(node)
-        outside[node.node_id] = node
-    elif victim := policy.victim():
-        assert victim.node_id in candidates, f"node {victim.node_id} was named and is not a candidate"
-        policy.remove_candidate(victim)
-        policy.on_remove(victim)
-        return candidates.pop(victim.node_id)
-    return None
