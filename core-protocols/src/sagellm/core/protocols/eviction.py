@@ -164,17 +164,7 @@ class NullEvictionPolicy(EvictionPolicyProtocol):
     def on_insert(self, node: CachedNode) -> None:
         """Ignore it."""
 
-    def on_hit(self, node: CachedNode) -> None:
-        """Ignore it."""
-
-    def on_remove(self, node: CachedNode) -> None:
-        """Ignore it."""
-
-    def add_candidate(self, node: CachedNode) -> None:
-        """Ignore it."""
-
-    def remove_candidate(self, node: CachedNode) -> None:
-        """Ignore it."""
+    on_hit = on_remove = add_candidate = remove_candidate = on_insert
 
     def victim(self) -> CachedNode | None:
         """Name nothing."""
