@@ -56,20 +56,12 @@ def build_kv(
         clock=clock,
         identity=identity,
     )
-    metrics_of = {
-        "kv_pool": pool.metrics,
-        "prefix_cache": cache.metrics,
-        "eviction_policy": policy.metrics,
-    }
+    metrics = {"kv_pool": pool.metrics, "prefix_cache": cache.metrics, "eviction_policy": policy.metrics}
     if offload is not None:
         cache.keep_evicted(offload.keep)
-        metrics_of["kv_tier"] = offload.metrics
-    policy_names = {type(policy).__name__: prefix.eviction_policy.name}
-    return KVModules(
-        manager=KVCacheManager(
-            pool, cache, seats, clock, policy_names=policy_names, offload=offload, identity=identity
-        ),
-        pool=pool,
-        cache=cache,
-        metrics_of=metrics_of,
+        metrics["kv_tier"] = offload.metrics
+    names = {type(policy).__name__: prefix.eviction_policy.name}
+    manager = KVCacheManager(
+        pool, cache, seats, clock, policy_names=names, offload=offload, identity=identity
     )
+    return KVModules(manager=manager, pool=pool, cache=cache, metrics_of=metrics)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from sagellm.core import BlockId, StepInput, TokenIds
 from sagellm.core.protocols.request_rows import CHANGING_COLUMNS, SCHEDULE_COLUMNS
 from sagellm.core.protocols.step import BlockUpdates, Seat, SeatArrival
-from sagellm.engines.worker.seat_state import first_tables
+from sagellm.engines.worker.seat_state import first_tables, widened_tables
 
 if TYPE_CHECKING:
     from sagellm.engines.engine_core.sequence import Sequence
@@ -198,16 +198,7 @@ class Seats:
             self._updates.append((group, seat, begin, begin + len(block_ids)))
 
     def _widen(self, num_blocks: int) -> None:
-        """Make room for a sequence of this many blocks, and its next token; copy only what is in use."""
-        num_groups, num_seats, before = self.tables.shape
-        width = max(num_blocks, 2 * before)
-        tables: Ints = np.zeros((num_groups, num_seats, width), np.int32)
-        tokens: Ints = np.zeros((num_seats, width * self.block_size + 1), np.int32)
-        lengths = self.lengths.max(0)
-        for seat in np.flatnonzero(lengths).tolist():
-            tables[:, seat, : lengths[seat]] = self.tables[:, seat, : lengths[seat]]
-            tokens[seat, : self.num_tokens[seat]] = self.tokens[seat, : self.num_tokens[seat]]
-        self.tables, self.tokens = tables, tokens
+        self.tables, self.tokens = widened_tables(self.tables, self.tokens, self.lengths.max(0), num_blocks)
 
     def cut_blocks(self, seat: Seat, num_blocks: int, group: int = 0) -> list[BlockId]:
         """Remove the blocks after the first `num_blocks` from a sequence's table and return them."""

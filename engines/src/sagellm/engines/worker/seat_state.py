@@ -34,6 +34,22 @@ def first_tables(num_seats: int, block_size: int, num_groups: int) -> tuple[Ints
     return tables, tokens
 
 
+def widened_tables(tables: Ints, tokens: Ints, lengths: Ints, num_blocks: int) -> tuple[Ints, Ints]:
+    """Return tables with room for sequences of this many blocks, and their next token.
+
+    Only what is in use is copied: the first `lengths` (seats,) blocks of each seat, and the tokens in them.
+    """
+    num_groups, num_seats, before = tables.shape
+    block_size, width = (tokens.shape[1] - 1) // before, max(num_blocks, 2 * before)
+    wide_tables = np.zeros((num_groups, num_seats, width), np.int32)
+    wide_tokens = np.zeros((num_seats, width * block_size + 1), np.int32)
+    for seat in np.flatnonzero(lengths).tolist():
+        end = int(lengths[seat])
+        wide_tables[:, seat, :end] = tables[:, seat, :end]
+        wide_tokens[seat, : end * block_size + 1] = tokens[seat, : end * block_size + 1]
+    return wide_tables, wide_tokens
+
+
 class SeatState:
     """Tokens, a block table for each KV group, and sampling parameters, by seat.
 
@@ -42,7 +58,6 @@ class SeatState:
     """
 
     def __init__(self, num_seats: int, *, block_size: int, num_groups: int = 1) -> None:
-        self._block_size = block_size
         self.tables, self.tokens = first_tables(num_seats, block_size, num_groups)
         self.generation = np.zeros(
             num_seats, np.int64
@@ -89,15 +104,5 @@ class SeatState:
         np.maximum.at(self._num_blocks, updates.seats, updates.indices + 1)
 
     def _widen(self, num_blocks: int) -> None:
-        """Make room for sequences of this many blocks, and their next token; copy only what is in use."""
-        num_groups, num_seats, before = self.tables.shape
-        if num_blocks <= before:
-            return
-        width, size = max(num_blocks, 2 * before), self._block_size
-        tables = np.zeros((num_groups, num_seats, width), np.int32)
-        tokens = np.zeros((num_seats, width * size + 1), np.int32)
-        for seat in np.flatnonzero(self._num_blocks).tolist():
-            end = int(self._num_blocks[seat])
-            tables[:, seat, :end] = self.tables[:, seat, :end]
-            tokens[seat, : end * size + 1] = self.tokens[seat, : end * size + 1]
-        self.tables, self.tokens = tables, tokens
+        if num_blocks > self.tables.shape[2]:
+            self.tables, self.tokens = widened_tables(self.tables, self.tokens, self._num_blocks, num_blocks)
