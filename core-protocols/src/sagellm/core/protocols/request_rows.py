@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.tenant import DEFAULT_TENANT, Tenant, hash_of
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Ints = npt.NDArray[np.int32]
+    _T = TypeVar("_T", bound=np.generic)
+else:
+    _T = TypeVar("_T")
 
 # numpy is imported by the functions that make arrays, so that core alone needs none.
 
@@ -74,6 +77,20 @@ Probe = Callable[[ScheduleRequest], PrefixHit]
 """Queries the prefix cache for a waiting request; called only for requests whose hit is needed."""
 
 
+class _Column(Generic[_T]):
+    """A column of `RequestRows`, gathered when it is first read."""
+
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, rows: RequestRows, owner: type) -> npt.NDArray[_T]:
+        column: npt.NDArray[_T] = rows._column(self._name)
+        return column
+
+
 class RequestRows(Sequence[ScheduleRequest]):
     """The same requests as columns, each (rows,) and read-only, so that passes sort arrays, not objects.
 
@@ -83,6 +100,24 @@ class RequestRows(Sequence[ScheduleRequest]):
     """
 
     __slots__ = ("_columns", "_gathered", "_index", "_kept", "_make")
+
+    priority = _Column["np.int32"]("Larger is more urgent.")
+    arrived_time = _Column["np.float64"]("Seconds on the engine's clock.")
+    num_prompt_tokens = _Column["np.int32"]("Tokens of each prompt.")
+    num_tokens = _Column["np.int32"]("Prompt and output, including tokens in flight.")
+    num_computed_tokens = _Column["np.int32"]("Tokens whose KV exists, or will be after the steps in flight.")
+    num_blocks = _Column["np.int32"]("Blocks held.")
+    last_scheduled_step = _Column["np.int64"]("The last step that computed part of it; -1: none yet.")
+    predicted_remaining_tokens = _Column["np.float32"]("NaN if unknown.")
+    confidence = _Column["np.float32"]("Of the predictions, 0 to 1; 0 if unknown.")
+    max_tokens = _Column["np.int32"]("Output tokens at which each ends at the latest.")
+    deadline = _Column["np.float64"]("Seconds on the engine's clock; infinite if there is none.")
+    tenant = _Column["np.int64"]("`Tenant.code` of each.")
+    weight = _Column["np.float32"]("The weight of each one's tenant.")
+    is_trusted = _Column["np.bool_"]("Whether each one's tenant is trusted.")
+    key = _Column["np.int64"](
+        "A number that stands for the request as long as it lives: `hash_of(request_id)`."
+    )
 
     def __init__(
         self,
@@ -131,36 +166,6 @@ class RequestRows(Sequence[ScheduleRequest]):
         return positions
 
     @property
-    def priority(self) -> Ints:
-        """Larger is more urgent."""
-        column: Ints = self._column("priority")
-        return column
-
-    @property
-    def arrived_time(self) -> npt.NDArray[np.float64]:
-        """Seconds on the engine's clock."""
-        column: npt.NDArray[np.float64] = self._column("arrived_time")
-        return column
-
-    @property
-    def num_prompt_tokens(self) -> Ints:
-        """Tokens of each prompt."""
-        column: Ints = self._column("num_prompt_tokens")
-        return column
-
-    @property
-    def num_tokens(self) -> Ints:
-        """Prompt and output, including tokens in flight."""
-        column: Ints = self._column("num_tokens")
-        return column
-
-    @property
-    def num_computed_tokens(self) -> Ints:
-        """Tokens whose KV exists, or will be after the steps in flight."""
-        column: Ints = self._column("num_computed_tokens")
-        return column
-
-    @property
     def num_missing(self) -> Ints:
         """Tokens that can be computed: 1 for a decode, 0 for a request that waits for a step in flight."""
         missing: Ints | None = self._gathered.get("num_missing")
@@ -183,48 +188,6 @@ class RequestRows(Sequence[ScheduleRequest]):
         return num_prefills
 
     @property
-    def num_blocks(self) -> Ints:
-        """Blocks held."""
-        column: Ints = self._column("num_blocks")
-        return column
-
-    @property
-    def last_scheduled_step(self) -> npt.NDArray[np.int64]:
-        """The last step that computed part of it; -1: none yet."""
-        column: npt.NDArray[np.int64] = self._column("last_scheduled_step")
-        return column
-
-    @property
-    def predicted_remaining_tokens(self) -> npt.NDArray[np.float32]:
-        """NaN if unknown."""
-        column: npt.NDArray[np.float32] = self._column("predicted_remaining_tokens")
-        return column
-
-    @property
-    def confidence(self) -> npt.NDArray[np.float32]:
-        """Of the predictions, 0 to 1; 0 if unknown."""
-        column: npt.NDArray[np.float32] = self._column("confidence")
-        return column
-
-    @property
-    def max_tokens(self) -> Ints:
-        """Output tokens at which each ends at the latest."""
-        column: Ints = self._column("max_tokens")
-        return column
-
-    @property
-    def deadline(self) -> npt.NDArray[np.float64]:
-        """Seconds on the engine's clock; infinite if there is none."""
-        column: npt.NDArray[np.float64] = self._column("deadline")
-        return column
-
-    @property
-    def tenant(self) -> npt.NDArray[np.int64]:
-        """`Tenant.code` of each."""
-        column: npt.NDArray[np.int64] = self._column("tenant")
-        return column
-
-    @property
     def has_one_tenant(self) -> bool:
         """Whether all rows are of the same tenant; true if there are none."""
         is_one = self._kept.get("has_one_tenant")
@@ -235,24 +198,6 @@ class RequestRows(Sequence[ScheduleRequest]):
             is_one = not len(tenant) or not np.count_nonzero(tenant != tenant[0])
             self._kept["has_one_tenant"] = is_one
         return bool(is_one)
-
-    @property
-    def weight(self) -> npt.NDArray[np.float32]:
-        """The weight of each one's tenant."""
-        column: npt.NDArray[np.float32] = self._column("weight")
-        return column
-
-    @property
-    def is_trusted(self) -> npt.NDArray[np.bool_]:
-        """Whether each one's tenant is trusted."""
-        column: npt.NDArray[np.bool_] = self._column("is_trusted")
-        return column
-
-    @property
-    def key(self) -> npt.NDArray[np.int64]:
-        """A number that stands for the request as long as it lives: `hash_of(request_id)`."""
-        column: npt.NDArray[np.int64] = self._column("key")
-        return column
 
     def by_rank(self) -> npt.NDArray[np.intp]:
         """Return the positions in order of rank: priority, then arrival, then position."""
