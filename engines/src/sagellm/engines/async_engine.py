@@ -19,6 +19,7 @@ from sagellm.core import (
     UnknownRequestError,
     get_logger,
 )
+from sagellm.core.plugins.failure import contained
 from sagellm.engines.config.engine_settings import EngineSettings
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_client import RESPONSIVE_S
@@ -282,12 +283,10 @@ class AsyncLLMEngine:
 
     async def _step_until_idle(self) -> None:
         while self._streams:
-            try:
+            with contained(asyncio.CancelledError) as failure:  # SystemExit would end the caller's event loop
                 self._streams.deliver(await self._call(self._step))
-            except (asyncio.CancelledError, KeyboardInterrupt):
-                raise
-            except BaseException as error:  # SystemExit would end the caller's event loop
-                logger.exception("the engine stopped")
+            if (error := failure.error) is not None:
+                logger.error("the engine stopped", exc_info=error)
                 is_ours = isinstance(error, SageLLMError)
                 self._fail_all(
                     error if is_ours else EngineError(f"the engine stopped: {type(error).__name__}: {error}")

@@ -15,6 +15,7 @@ from sagellm.core import (
     Runtime,
     get_logger,
 )
+from sagellm.core.plugins.failure import contained
 from sagellm.core.plugins.options import ChosenProvider
 from sagellm.engines.config.schema import SETTINGS, EngineConfig
 
@@ -117,18 +118,16 @@ def extra_args(
 
 def _extra_args(modules: Modules, name: str, processor: LogitsProcessorProtocol[Any]) -> list[ExtraArg]:
     problem = "failed"
-    try:
+    with contained() as failure:
         found: Any = processor.extra_args()
         problem = f"returned {found!r}"
         declared = list(found)
         wrong = [arg for arg in declared if not isinstance(arg, ExtraArg) or not isinstance(arg.name, str)]
         if wrong:
             raise TypeError(f"{wrong[0]!r} is not an ExtraArg with a string as its name")
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise PluginError(
-            f"{modules.label('logits_processor', name)}: extra_args() {problem}; "
-            f"{type(error).__name__}: {error}; it must return a list of ExtraArg"
-        ) from error
-    return declared
+        return declared
+    error = failure.error
+    raise PluginError(
+        f"{modules.label('logits_processor', name)}: extra_args() {problem}; "
+        f"{type(error).__name__}: {error}; it must return a list of ExtraArg"
+    ) from error

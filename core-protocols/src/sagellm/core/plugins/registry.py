@@ -28,6 +28,7 @@ from sagellm.core.errors import (
 )
 from sagellm.core.plugins import hookspecs
 from sagellm.core.plugins.entry_points import EntryPoint, entry_points, normalise
+from sagellm.core.plugins.failure import contained, described
 from sagellm.core.plugins.options import ChosenProvider, ProviderSpec
 from sagellm.core.plugins.provider import KINDS, Command, Provider
 from sagellm.core.version import SAGELLM_API, is_compatible
@@ -189,7 +190,7 @@ class PluginRegistry:
             if owner is not None:
                 code = frame.f_code
                 whose = f"{owner} ({Path(code.co_filename).name}, line {line}, in {code.co_name}): "
-        return whose + _described(error)
+        return whose + described(error)
 
     def require_healthy(self) -> None:
         """Raise the error of the first plugin that cannot be used."""
@@ -326,19 +327,10 @@ def _import_errors(what: str) -> Iterator[None]:
 
     PluginError and KeyboardInterrupt propagate.
     """
-    try:
+    with contained(PluginError) as failure:
         yield
-    except (KeyboardInterrupt, PluginError):
-        raise
-    except BaseException as error:
-        raise PluginImportError(f"{what}: {_described(error)}") from error
-
-
-def _described(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except BaseException:  # its own __str__ is broken
-        return type(error).__name__
+    if failure.error is not None:
+        raise PluginImportError(f"{what}: {described(failure.error)}") from failure.error
 
 
 def _providers_of(plugin: object, distribution: str) -> list[Provider]:

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from sagellm.core import PluginImportError, PluginRegistry, nearest
+from sagellm.core.plugins.failure import contained
 from sagellm.core.plugins.registry import InstalledCommand
 
 
@@ -100,14 +101,12 @@ class LazyGroup(TyperGroup):
 def _imported(name: str, entry: Entry) -> Any:
     """Import a command. Raises PluginImportError if it is another distribution's and does not import."""
     module_name, _, attribute = entry.target.partition(":")
-    try:
+    with contained() as failure:
         command = get_command(getattr(import_module(module_name), attribute))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise PluginImportError(
-            f"the command {name!r} of {entry.distribution} does not import ({entry.target}): "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    command.name = name
-    return command
+        command.name = name
+        return command
+    error = failure.error
+    raise PluginImportError(
+        f"the command {name!r} of {entry.distribution} does not import ({entry.target}): "
+        f"{type(error).__name__}: {error}"
+    ) from error

@@ -28,6 +28,7 @@ from sagellm.core import (
     TokenOutput as TokenOutput,
     get_logger,
 )
+from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.engine import STEP_TOKEN_BOUNDS, EngineSequence, PromptScores
 from sagellm.core.protocols.step import CopyBlocks, KVOp, Seat
 from sagellm.core.request import RequestRecord, StepRecord
@@ -101,7 +102,7 @@ class EngineCore(EngineProtocol):
     A failure anywhere else in a step leaves it unclear which sequences it affected, so all of them end with
     the reason "error", and the next request finds the engine empty. Exceptions from an observer or the
     predictor are only logged. SystemExit from a module is a failure like any other; only KeyboardInterrupt
-    propagates.
+    propagates, wherever the step is. Who may be interrupted holds back Ctrl-C, as LLMEngine does.
     """
 
     def __init__(self, parts: CoreParts) -> None:
@@ -143,7 +144,7 @@ class EngineCore(EngineProtocol):
         started_ns = self._clock.now_ns()
         planned: PlannedStep | None = None
         outputs = StepTokens()
-        try:
+        with contained() as failure:
             for sequence_id in self.scheduler.expired(started_ns):
                 outputs.add(self._expire(sequence_id))
             self.kv.poll()
@@ -164,11 +165,9 @@ class EngineCore(EngineProtocol):
                     self._advance(result, outputs)
             self._require_progress(planned, has_advanced=has_advanced or len(outputs) > 0)
             self._measure()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+        if (error := failure.error) is not None:
             described = self.parts.registry.describe(error)
-            logger.exception("a step failed; every request ends with an error: %s", described)
+            logger.error("a step failed; every request ends with an error: %s", described, exc_info=error)
             for sequence_id in self.scheduler.sequence_ids:
                 outputs.add(self._fail(sequence_id, error))
             self.kv.take_copies()  # what they were for has ended
@@ -395,12 +394,10 @@ class EngineCore(EngineProtocol):
 
     def _end(self, sequence_id: SequenceId, reason: FinishReason, message: str) -> TokenOutput:
         num_preemptions = self.scheduler[sequence_id].num_preemptions
-        try:
+        with contained() as failure:
             self._finish(sequence_id, reason)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            logger.exception("request %s could not give back all its blocks", sequence_id)
+        if failure.error is not None:
+            logger.error("request %s could not give back all its blocks", sequence_id, exc_info=failure.error)
             self._finish(sequence_id, reason)  # it has none any more
         return TokenOutput(sequence_id, finish_reason=reason, error=message, num_preemptions=num_preemptions)
 
@@ -474,9 +471,7 @@ class EngineCore(EngineProtocol):
     @contextmanager
     def _without_exits(self) -> Iterator[None]:
         """Raise PluginError instead of SystemExit and the like, which would end the caller's program."""
-        try:
+        with contained(Exception) as failure:
             yield
-        except (Exception, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            raise PluginError(self.parts.registry.describe(error)) from error
+        if failure.error is not None:
+            raise PluginError(self.parts.registry.describe(failure.error)) from failure.error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sagellm.core import PluginRegistry, get_logger
+from sagellm.core.plugins.failure import contained
 
 if TYPE_CHECKING:
     from pluggy import HookCaller
@@ -19,10 +20,10 @@ class Failures:
         self._registry, self._what = registry, what
         self._count = 0
 
-    def log(self, error: BaseException) -> None:
-        """Count a failure. Raises KeyboardInterrupt again."""
-        if isinstance(error, KeyboardInterrupt):
-            raise error
+    def log(self, error: BaseException | None) -> None:
+        """Count a failure, if this is one."""
+        if error is None:
+            return
         self._count += 1
         if self._count & (self._count - 1):
             return
@@ -48,10 +49,9 @@ class Observers:
     def tell(self, **what: object) -> None:
         """Notify each of them once; an exception from one is logged and does not affect the others."""
         for call, failures in zip(self._callers, self._failures, strict=True):
-            try:
+            with contained() as failure:
                 call(**what)
-            except BaseException as error:  # SystemExit too: an observer must not end the engine
-                failures.log(error)
+            failures.log(failure.error)
 
 
 def _name(call: HookCaller) -> str:

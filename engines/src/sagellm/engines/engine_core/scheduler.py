@@ -22,6 +22,7 @@ from sagellm.core import (
     UnknownRequestError,
     get_logger,
 )
+from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.step import Runs, Seat
 from sagellm.engines.engine_core.batching import BatchingMeter
 from sagellm.engines.engine_core.decision_log import DecisionLog
@@ -346,12 +347,10 @@ class Scheduler:
         drafts: list[Seq[int]] = [()] * len(seats)
         asked = [table.token_ids(Seat(seat)) for seat in seats[rows].tolist()]
         most = np.minimum(budget, (table.max_total - 1 - table.num_tokens)[seats[rows]])
-        try:
+        with contained() as failure:
             proposed = _checked_drafts(propose(asked), most.tolist(), self._vocab_size)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            logger.exception("the draft proposer failed; the step has no drafts")
+        if failure.error is not None:
+            logger.error("the draft proposer failed; the step has no drafts", exc_info=failure.error)
             return planned
         for row, whole in zip(rows.tolist(), proposed, strict=True):
             seat = Seat(int(seats[row]))

@@ -15,6 +15,7 @@ from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.engines.sampling.rows import SampledToken
 from sagellm.engines.sampling.stop import StopStringMatcher
 from sagellm.engines.text.detokenizer import Decoders, IncrementalDetokenizer, TokenwiseDetokenizer
+from sagellm.engines.text.guarded_tokenizer import is_foreign
 
 if TYPE_CHECKING:
     from sagellm.engines.text.tokenizer import Tokenizer
@@ -110,9 +111,9 @@ class OutputProcessor:
             try:
                 if self._take(live, token_output, now_ns):
                     stopped.append(token_output.sequence_id)
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException as error:  # from the tokenizer, whose panics are not Exceptions
+            except BaseException as error:  # from the tokenizer
+                if not is_foreign(error):
+                    raise
                 _log_failure(request_id, error)
                 self._fail(live, token_output.sequence_id, error)
                 failed.append(token_output.sequence_id)
@@ -127,9 +128,9 @@ class OutputProcessor:
                 continue
             try:
                 self._close(live, sequence_id, continuation, "abort", None)
-            except (KeyboardInterrupt, SystemExit):
-                raise
             except BaseException as error:  # as in process
+                if not is_foreign(error):
+                    raise
                 _log_failure(request_id, error)
                 self._fail(live, sequence_id, error)
         return live.output

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from sagellm.core.errors import EngineError
-from sagellm.core.plugins.failure import plugin_failure
+from sagellm.core.plugins.failure import contained, plugin_failure
 from sagellm.core.protocols.engine import PromptScores
 from sagellm.core.protocols.logits_processor import ExtraArg, LogitsProcessorProtocol, LogitsRequest
 from sagellm.engines.sampling import filters
@@ -99,11 +99,9 @@ class Sampler:
         """
         states: list[tuple[int, Any]] = []
         for which, each in enumerate(self._processors):
-            try:
+            with contained() as failure:
                 state = each.start(request)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
+            if (error := failure.error) is not None:
                 raise plugin_failure(self._labels[which], "start()", error) from error
             if state is not None:
                 states.append((which, state))

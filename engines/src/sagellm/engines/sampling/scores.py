@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sagellm.core.plugins.failure import plugin_failure
+from sagellm.core.plugins.failure import contained, plugin_failure
 from sagellm.core.protocols.logits_processor import LogitsProcessorProtocol, LogitsRow
 from sagellm.engines.sampling.penalties import apply_penalties
 from sagellm.engines.sampling.rows import SamplingRow
@@ -46,10 +46,8 @@ def changed(
         for which, state in row.states:
             used.setdefault(which, []).append(LogitsRow(place, state, row.output_token_ids))
     for which in sorted(used):
-        try:
+        with contained() as failure:
             processors[which].apply(scores, used[which])
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+        if (error := failure.error) is not None:
             raise plugin_failure(labels[which], "apply()", error) from error
     return scores

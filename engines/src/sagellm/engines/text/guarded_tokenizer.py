@@ -41,9 +41,10 @@ def decode(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Say whether an error is an exception or a Rust panic, as opposed to KeyboardInterrupt or SystemExit.
+    """Say whether an error is an exception or a Rust panic.
 
-    Each Rust extension module has its own PanicException, so it is recognised by name.
+    As opposed to KeyboardInterrupt and SystemExit. Each Rust extension module has its own PanicException, so
+    it is recognised by name.
     """
     return isinstance(error, Exception) or any(
         kind.__name__ == "PanicException" for kind in type(error).__mro__

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from sagellm.core import ExecutorProtocol, StepInput, StepOutput, StepWorker
+from sagellm.core.plugins.failure import contained
 
 
 class InlineExecutor(ExecutorProtocol):
@@ -15,13 +16,11 @@ class InlineExecutor(ExecutorProtocol):
         self._done: deque[StepOutput | BaseException] = deque()
 
     def submit(self, step: StepInput) -> None:
-        """Compute a step. Raises KeyboardInterrupt."""
-        try:
+        """Compute a step; `collect` raises its error. KeyboardInterrupt propagates."""
+        with contained() as failure:
             self._done.append(self._worker.compute(step))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            self._done.append(error)
+        if failure.error is not None:
+            self._done.append(failure.error)
 
     def collect(self) -> StepOutput:
         """Return the output of the oldest step not yet collected, or raise its error."""

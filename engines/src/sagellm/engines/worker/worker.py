@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from sagellm.core import EMPTY, LogitsRequest, StepInput, StepOutput
+from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.engine import PromptScores, SampledToken
 from sagellm.core.protocols.step import CopyBlocks, KVOp, ReadBlocks, Runs, SeatArrival
 from sagellm.engines.sampling.draws import Draw, HostDraw
@@ -69,7 +70,7 @@ class Worker:
         self._around = around
 
     def compute(self, step: StepInput) -> StepOutput:
-        """Compute a step. Raises KeyboardInterrupt, and what the forward backend raises for `kv_ops`."""
+        """Compute a step. Raises what the forward backend raises for `kv_ops`."""
         return self.launch(step)()
 
     def launch(self, step: StepInput) -> Callable[[], StepOutput]:
@@ -81,21 +82,18 @@ class Worker:
         if not len(step.seats):
             none = StepOutput(step=step.step, tokens=Runs(step.seats, step.seats), num_accepted=step.seats)
             return lambda: none
-        try:
-            with self._around():
-                rows = step.is_sampled.nonzero()[0]
-                if self._late is not None:
-                    if self._seat_draws.can_draw(step, step.seats[rows]):
-                        return self._forward_and_draw(step, rows, self._late)
-                    self._settle(self._late)
-                if self._host_draw is not None and self._seat_draws.can_draw(step, step.seats[rows]):
-                    output = self._forward_and_choose(step, rows, self._host_draw)
-                else:
-                    output = self._forward_and_sample(step)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            output = StepOutput.failed(step, error)
+        with contained() as failure, self._around():
+            rows = step.is_sampled.nonzero()[0]
+            if self._late is not None:
+                if self._seat_draws.can_draw(step, step.seats[rows]):
+                    return self._forward_and_draw(step, rows, self._late)
+                self._settle(self._late)
+            if self._host_draw is not None and self._seat_draws.can_draw(step, step.seats[rows]):
+                output = self._forward_and_choose(step, rows, self._host_draw)
+            else:
+                output = self._forward_and_sample(step)
+        if failure.error is not None:
+            output = StepOutput.failed(step, failure.error)
         return lambda: output
 
     def _processor_states(self, seat: int) -> LogitsStates:
@@ -131,12 +129,10 @@ class Worker:
         return partial(self._finish, launched, late)
 
     def _finish(self, launched: LateStep, late: LateTokens) -> StepOutput:
-        try:
+        with contained() as failure:
             output = late.finish(launched)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            output = StepOutput.failed(launched.step, error)
+        if failure.error is not None:
+            output = StepOutput.failed(launched.step, failure.error)
         if launched in self._in_flight:
             self._in_flight.remove(launched)
         return output

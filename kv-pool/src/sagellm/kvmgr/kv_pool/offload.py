@@ -12,6 +12,7 @@ from sagellm.core.ids import BlockId
 from sagellm.core.kv_block import BlockHeader, BlockKey, headers_of
 from sagellm.core.logging import get_logger
 from sagellm.core.namespace import Namespace
+from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.kv_offload import Fetch, FetchRule, KVMemory, KVOffloadProtocol, OffloadMetrics
 from sagellm.core.protocols.kv_tier import KVTierProtocol, Ticket, TierOutcome, TierRequest
 from sagellm.core.protocols.prefix_cache import EvictedBlocks
@@ -242,12 +243,10 @@ class KVOffload(KVOffloadProtocol):
     def _write(self, fetch: Fetch, data: Sequence[memoryview]) -> bool:
         """Write the next blocks of a fetch; say whether that worked."""
         targets = fetch.block_ids[fetch.num_done : fetch.num_done + len(data)]
-        try:
+        with contained() as failure:
             self._memory.access.write_blocks(targets, data)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            _log.exception("fetched KV could not be written; it is computed")
+        if failure.error is not None:
+            _log.error("fetched KV could not be written; it is computed", exc_info=failure.error)
             return False
         fetch.num_done += len(data)
         self._metrics.num_fetched_blocks += len(data)

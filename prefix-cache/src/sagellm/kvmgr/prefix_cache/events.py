@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from sagellm.core.kv_block import ROOT_HASH, BlockHeader, KVIdentity
 from sagellm.core.logging import get_logger
+from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -63,22 +64,18 @@ class Events:
             parent = hashes[index - 1] if index else self._end_hash(node.parent)
             tokens = TokenIds(node.edge[index * size : (index + 1) * size])
             headers.append(BlockHeader.of(parent, tokens, node.namespace, self._identity))
-        try:
+        with contained() as failure:
             self.keep(EvictedBlocks(node.block_ids[-num_blocks:], headers))
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            _log.exception("what was evicted could not be kept; it is not tried again")
+        if failure.error is not None:
+            _log.error("what was evicted could not be kept; it is not tried again", exc_info=failure.error)
             self.keep = None
 
     def _tell(self, event: KVCacheEvent) -> None:
         for sink in list(self.sinks):
-            try:
+            with contained() as failure:
                 sink(event)
-            except KeyboardInterrupt:
-                raise
-            except BaseException:
-                _log.exception("a sink of KV events failed; it is told nothing more")
+            if failure.error is not None:
+                _log.error("a sink of KV events failed; it is told nothing more", exc_info=failure.error)
                 self.sinks.remove(sink)
 
     def _stored(self, node: PrefixNode, num_blocks: int) -> BlockStored:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from sagellm.core.errors import AuditError, PluginError
 from sagellm.core.logging import get_logger
 from sagellm.core.node_ranking import NodeRanking
+from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.eviction import CachedNode, EvictionPolicyProtocol
 from sagellm.kvmgr.prefix_cache.node import PrefixNode
 
@@ -126,7 +127,7 @@ class Leaves:
 
     def fail(self, error: BaseException) -> LeafLRU:
         """Replace the policy because of an error; return its successor, which ranks all unlocked leaves."""
-        if isinstance(error, KeyboardInterrupt | AuditError):
+        with contained(AuditError):  # that, and Ctrl-C, pass
             raise error
         assert not isinstance(self.policy, LeafLRU), f"the order of leaves is wrong: {error}"
         name = type(self.policy).__qualname__

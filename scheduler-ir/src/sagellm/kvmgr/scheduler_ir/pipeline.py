@@ -9,6 +9,7 @@ from typing import Any
 from sagellm.core.checks import require_object
 from sagellm.core.errors import EngineError, PassError
 from sagellm.core.logging import get_logger
+from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.scheduler_ir import (
     PassMetrics,
     PassWatcher,
@@ -42,11 +43,9 @@ class PassPipeline:
     def add(self, optimization_pass: SchedulerPassProtocol) -> None:
         """Append a pass, with a new state. Raises ConfigError for another object, PassError if it fails."""
         require_object("optimization_pass", optimization_pass, SchedulerPassProtocol, "scheduler_pass")
-        try:
+        with contained() as failure:
             state = optimization_pass.start()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+        if (error := failure.error) is not None:
             raise _failure(optimization_pass, error) from error
         self._append((optimization_pass, state, PassMetrics(name=optimization_pass.name)))
 
@@ -111,11 +110,9 @@ class PassPipeline:
     def observe(self, plan: SchedulePlan) -> None:
         """Tell the passes what will be computed. Raises PassError for one that fails."""
         for optimization_pass, state in self._observers:
-            try:
+            with contained() as failure:
                 optimization_pass.observe(plan, state)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
+            if (error := failure.error) is not None:
                 raise _failure(optimization_pass, error) from error
 
     def metrics(self) -> list[PassMetrics]:
@@ -128,13 +125,11 @@ def apply_pass(optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> Sche
 
     Raises PassError, which has the pass, the rule that it broke or its exception.
     """
-    try:
+    with contained() as failure:
         if ir.state is None and (state := optimization_pass.start()) is not None:
             ir = ir.with_state(state)
         rewritten = optimization_pass.run(ir)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit too
+    if (error := failure.error) is not None:
         raise _failure(optimization_pass, error) from error
     try:
         return verify_rewrite(optimization_pass.name, ir, rewritten)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Annotated, Any
 
@@ -192,16 +193,13 @@ def make_app(title: str, read: Callable[[AdminClient], Figures | None], *, witho
         ] = None,
     ) -> None:
         running, client = connect(name, engine)
-        with client:
-            try:
-                while True:
-                    figures = read(client)
-                    show(f"{title} of engine {running.name}", figures or without, as_json, watch is not None)
-                    if watch is None:
-                        return
-                    time.sleep(watch)
-            except KeyboardInterrupt:
-                return
+        with suppress(KeyboardInterrupt), client:
+            while True:
+                figures = read(client)
+                show(f"{title} of engine {running.name}", figures or without, as_json, watch is not None)
+                if watch is None:
+                    return
+                time.sleep(watch)
 
     stats.__doc__ = f"Show the figures of the {title} of a running engine, counted since its start."
     app.command()(stats)

@@ -21,6 +21,7 @@ from sagellm.core import (
     get_logger,
     nearest,
 )
+from sagellm.core.plugins.failure import contained, described
 from sagellm.engines.requests.queued_request import QueuedRequest
 from sagellm.engines.requests.request_checks import check_request, check_shared
 from sagellm.server.chaos import flaky_selector
@@ -189,12 +190,10 @@ class CoreServer:
     @contextmanager
     def _closing_on_error(self, connection: _Connection) -> Iterator[None]:
         """Close the connection on any exception, including the panic of an extension module."""
-        try:
+        with contained() as failure:
             yield
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            logger.warning("a connection is closed: %s", _described(error))
+        if failure.error is not None:
+            logger.warning("a connection is closed: %s", described(failure.error))
             self._drop(connection)
 
     def _read(self, connection: _Connection) -> None:
@@ -257,15 +256,13 @@ class CoreServer:
             raise EngineError("a sequence id is in use")
         self._owner |= dict.fromkeys(sequence_ids, connection)
         connection.sequence_ids |= dict.fromkeys(sequence_ids)
-        try:
+        with contained() as failure:
             for sequence in request.sequences:
                 self._core.add(sequence)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            logger.exception("a request cannot be queued")
+        if failure.error is not None:
+            logger.error("a request cannot be queued", exc_info=failure.error)
             self._abort(sequence_ids, "error")
-            text = _described(error)
+            text = described(failure.error)
             outputs = [TokenOutput(each, finish_reason="error", error=text) for each in sequence_ids]
             self._send(connection, encode(Step(outputs)))
 
@@ -284,19 +281,16 @@ class CoreServer:
     def _abort(self, sequence_ids: list[SequenceId], finish_reason: FinishReason = "abort") -> None:
         """End sequences; if that fails, retry one by one, so that a failing module affects only its own."""
         self._forget(sequence_ids)
-        try:
+        with contained() as failure:
             self._core.abort(sequence_ids, finish_reason=finish_reason)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            logger.exception("sequences could not be ended together")
-            for sequence_id in sequence_ids:
-                try:
-                    self._core.abort([sequence_id], finish_reason=finish_reason)
-                except KeyboardInterrupt:
-                    raise
-                except BaseException:
-                    logger.exception("sequence %s could not be ended", sequence_id)
+        if failure.error is None:
+            return
+        logger.error("sequences could not be ended together", exc_info=failure.error)
+        for sequence_id in sequence_ids:
+            with contained() as failure:
+                self._core.abort([sequence_id], finish_reason=finish_reason)
+            if failure.error is not None:
+                logger.error("sequence %s could not be ended", sequence_id, exc_info=failure.error)
 
     def _send_outputs(self, outputs: Sequence[TokenOutput]) -> None:
         batches: dict[_Connection, list[TokenOutput]] = {}
@@ -344,11 +338,3 @@ class CoreServer:
         connection.peer.close()
         self._connections.discard(connection)
         self._abort(list(connection.sequence_ids))
-
-
-def _described(error: BaseException) -> str:
-    """Return an exception's type and message, even if its `__str__` raises."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except BaseException:
-        return type(error).__name__

@@ -16,6 +16,7 @@ from zlib import crc32
 from sagellm.core import FinishReason, SequenceId, get_logger
 from sagellm.core.chaos import flaky
 from sagellm.engines.requests.queued_request import QueuedRequest
+from sagellm.engines.text.guarded_tokenizer import is_foreign
 from sagellm.server.chaos import in_pieces
 from sagellm.server.remote.messages import Abort, Add, FrameReader, FromCore, Step, ToCore, encode
 
@@ -108,9 +109,9 @@ class Link(asyncio.Protocol):
                 self.first.set_result(message)
             else:
                 self._receive(message)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:  # the panic of an extension module is not an Exception
+        except BaseException as error:
+            if not is_foreign(error):
+                raise
             logger.exception("the engine sent an invalid message")
             self._reader = FrameReader(FromCore)
             self.close()

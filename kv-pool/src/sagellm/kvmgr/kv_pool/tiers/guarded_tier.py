@@ -8,6 +8,7 @@ from typing import Generic, ParamSpec, TypeVar
 from sagellm.core.errors import PluginError
 from sagellm.core.kv_block import BlockHeader, BlockKey
 from sagellm.core.logging import get_logger
+from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.kv_tier import KVTierMetrics, KVTierProtocol, Ticket, TierOutcome, TierRequest
 
 P = ParamSpec("P")
@@ -83,10 +84,10 @@ class GuardedTier(Generic[W]):
 
     def close(self) -> None:
         """Close the tier, a broken one too."""
-        try:
+        with contained() as failure:
             self.tier.close()
-        except BaseException as error:
-            self._give_up(error)
+        if failure.error is not None:
+            self._give_up(failure.error)
 
     def _submitted(self, request: TierRequest) -> Ticket:
         ticket = self.tier.submit([request])
@@ -105,14 +106,14 @@ class GuardedTier(Generic[W]):
     def _ask(self, otherwise: T, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         if self._is_broken:
             return otherwise
-        try:
+        with contained() as failure:
             return call(*args, **kwargs)
-        except BaseException as error:
-            self._give_up(error)
-            return otherwise
+        assert failure.error is not None, "the call has not returned"
+        self._give_up(failure.error)
+        return otherwise
 
     def _give_up(self, error: BaseException) -> None:
-        if isinstance(error, KeyboardInterrupt):
+        with contained():  # Ctrl-C passes
             raise error
         if not self._is_broken:
             _log.error("the KV tier %r failed and is no longer used", self._name, exc_info=error)

@@ -103,7 +103,7 @@ def _run_detached(config: EngineConfig, *, name: str | None, log_level: str) -> 
         # Only now: the thread that animates the status line must not exist when the process forks.
         with status_line(f"starting {config.model.name}"), os.fdopen(reading, "rb") as pipe:
             said = pipe.read()
-    except KeyboardInterrupt:
+    except BaseException:  # Ctrl-C, say
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGTERM)
         log.unlink(missing_ok=True)
