@@ -14,6 +14,7 @@ from sagellm import core
 
 MOST_IMPORTS = 20
 MOST_CORE_NAMES = 180
+MOST_HANDLERS_OF_CTRL_C = 6
 CORE = ROOT / "core-protocols" / "src" / "sagellm" / "core"
 OF_CORE_ITSELF = {
     "chaos_sockets": "chaos imports it when it is on",
@@ -55,6 +56,43 @@ def test_no_file_imports_more_than_20_others_of_its_own_distribution():
 
 def test_core_has_few_public_names():
     assert len(core.__all__) <= MOST_CORE_NAMES
+
+
+def handlers_of_ctrl_c(text: str) -> int:
+    """Count the places where code deals with KeyboardInterrupt: handlers, `suppress`, checks of a class."""
+    num_handlers = 0
+    for node in ast.walk(ast.parse(text)):
+        kinds: list[ast.expr | None] = []
+        if isinstance(node, ast.ExceptHandler):
+            kinds = [node.type]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            kinds = [*node.args[1:]]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+            kinds = [*node.args]
+        named = (name for kind in kinds if kind is not None for name in ast.walk(kind))
+        num_handlers += any(isinstance(name, ast.Name) and name.id == "KeyboardInterrupt" for name in named)
+    return num_handlers
+
+
+def test_ctrl_c_is_dealt_with_in_few_places():
+    counts = {str(path.relative_to(ROOT)): handlers_of_ctrl_c(path.read_text()) for path in sources()}
+    found = {path: count for path, count in counts.items() if count}
+    assert "core-protocols/src/sagellm/core/plugins/failure.py" in found
+    assert sum(found.values()) <= MOST_HANDLERS_OF_CTRL_C, found
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        "try:\n    call()\nexcept KeyboardInterrupt:\n    raise",
+        "try:\n    call()\nexcept (ValueError, KeyboardInterrupt) as error:\n    raise",
+        "with suppress(OSError, KeyboardInterrupt):\n    call()",
+        "if isinstance(error, KeyboardInterrupt | OSError):\n    raise error",
+    ],
+)
+def test_a_handler_of_ctrl_c_is_counted(handler):
+    assert handlers_of_ctrl_c(handler) == 1
+    assert handlers_of_ctrl_c(handler.replace("KeyboardInterrupt", "KeyError")) == 0
 
 
 def test_a_module_of_core_serves_two_distributions_or_is_a_contract():

@@ -78,6 +78,19 @@ class Hostile(ExecutorProtocol):
         return output  # type: ignore[no-any-return]
 
 
+class Transferless(Hostile):
+    """Refuses each step that only moves KV."""
+
+    fault = "none"
+    num_refused = 0
+
+    def submit(self, step: Any) -> None:
+        if not len(step.seats):
+            Transferless.num_refused += 1
+            raise OSError("no transfers")
+        super().submit(step)
+
+
 class Closing(NullExecutor):
     """Counts how often it was closed."""
 
@@ -96,6 +109,7 @@ class Offer:
     def sagellm_providers(self) -> list[Provider]:
         return [
             Provider("executor", "hostile", f"{__name__}:Hostile", "breaks its contract"),
+            Provider("executor", "transferless", f"{__name__}:Transferless", "moves no KV"),
             Provider("executor", "closing", f"{__name__}:Closing", "counts"),
             Provider("scheduler", "none", f"{__name__}:no_scheduler", "fails"),
         ]
@@ -127,6 +141,21 @@ def test_a_broken_contract_is_told_and_nothing_is_lost(
     again = engine.generate(PROMPTS, GREEDY)
     assert [output.outputs[0].token_ids for output in again] == expected
     assert all_blocks_are_back(engine)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_sequences_go_on_if_kv_is_not_moved_while_they_are_seated(make_engine, expected, monkeypatch, depth):
+    monkeypatch.setattr(Transferless, "num_refused", 0)
+    registry = PluginRegistry.load()
+    registry.register(Offer(), distribution="acme", version="3")
+    options = {"name": "transferless", "options": {"depth": depth}}
+    with make_engine(
+        num_blocks=18, block_size=4, registry=registry, executor=options, kv_tiers={"host": "1MiB"}
+    ) as engine:
+        engine.generate([[1, 2, 3] * 7, [7] * 20], GREEDY)  # what the others have to evict
+        outputs = engine.generate(PROMPTS, GREEDY)
+        assert Transferless.num_refused > 0
+    assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
 def test_an_executor_is_closed_once_whether_or_not_its_engine_could_be_made(make_engine, monkeypatch):

@@ -21,9 +21,9 @@ from sagellm.core import (
 )
 from sagellm.engines.assembly import assemble
 from sagellm.engines.config.engine_settings import EngineSettings
-from sagellm.engines.config.schema import EngineConfig, flat_to_dotted
-from sagellm.engines.config.vllm_names import without_vllm_names
+from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_client import InProcessClient
+from sagellm.engines.held_interrupts import HeldInterrupts
 from sagellm.engines.requests.input_processor import RequestOptions
 from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.engines.requests.prompts import Prompt
@@ -60,6 +60,11 @@ class LLMEngine:
     `EngineSettings`; `LLMEngine(config)` takes a whole configuration. Loading
     happens here; every problem of the checkpoint, the plugins or the memory is raised here.
     As a context manager it closes itself, including files and connections of KV tiers.
+
+    Ctrl-C waits for the end of a step, or of another call that changes the engine, and raises
+    KeyboardInterrupt there: nothing is lost, and the engine can go on. A second one is raised at once, as is
+    a KeyboardInterrupt that a plugin raises: every live request ends without another output, and the engine
+    should be closed.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class LLMEngine:
         self.driver = RequestDriver(self.client, assembled.tokenizer, assembled.runtime)
         self.driver.begin(assembled.core.info.limits, assembled.default_params)
         self._is_closed = False
+        self._unreturned: list[RequestOutput] = []  # of a step that ended with Ctrl-C
         self._turn = threading.RLock()  # held by the running call of `generate`
 
     def __repr__(self) -> str:
@@ -98,9 +104,10 @@ class LLMEngine:
 
     def close(self) -> None:
         """End all requests, and release files and connections. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self.client.close()
+        with HeldInterrupts():
+            if not self._is_closed:
+                self._is_closed = True
+                self.client.close()
 
     @property
     def default_params(self) -> SamplingParams:
@@ -211,7 +218,7 @@ class LLMEngine:
         core = self.client.core
         if not isinstance(core, EngineCore):
             raise EngineError(f"the engine {self.config.engine.name.name!r} has no prefix cache to reset")
-        with self._turn:
+        with self._turn, HeldInterrupts():
             core.kv.clear_cache()
             return core.kv.cache.metrics().num_blocks == 0
 
@@ -234,10 +241,13 @@ class LLMEngine:
     ) -> RequestId:
         """Check and queue one request, with `RequestOptions`, as in `priority=1`.
 
-        Raises InvalidRequestError, DuplicateRequestError.
+        Raises InvalidRequestError, DuplicateRequestError; after Ctrl-C the request is not queued.
         """
         request = self.driver.input.process_request(prompt, params, **options)
-        self._queue(request, prompt)
+        with HeldInterrupts() as held:
+            self._queue(request, prompt)
+            if held.is_pending:  # the caller does not get the id
+                self.driver.abort(request.request_id)
         return request.request_id
 
     def abort_request(self, request_id: str) -> None:
@@ -246,18 +256,24 @@ class LLMEngine:
 
     def abort_with_output(self, request_id: str) -> RequestOutput:
         """End a request as `abort_request` does and return its output so far."""
-        return self.driver.abort(request_id)
+        with HeldInterrupts():
+            return self.driver.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return the cumulative outputs of requests that got tokens or ended.
 
-        The same objects grow from step to step; `RequestOutput.snapshot` makes one that does not.
+        The same objects grow from step to step; `RequestOutput.snapshot` makes one that does not. After a
+        step that ended with Ctrl-C, the next call returns its outputs and runs none.
         """
-        return self.driver.take(self.client.step())
+        with HeldInterrupts():
+            if not self._unreturned:
+                self._unreturned = self._step()
+        outputs, self._unreturned = self._unreturned, []
+        return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Say whether a request is waiting or running."""
-        return self.client.has_unfinished()
+        """Say whether a request is waiting or running, or outputs wait for the next step."""
+        return self.client.has_unfinished() or bool(self._unreturned)
 
     def use_idle_time(self) -> bool:
         """Do a few milliseconds of work that later requests would wait for, and say whether some is left.
@@ -265,7 +281,8 @@ class LLMEngine:
         Such as allocating memory of KV before it is written. A served engine does it while it has no
         requests, an embedded one only if this is called: `while engine.use_idle_time(): pass`.
         """
-        return not self.client.has_unfinished() and self.client.use_idle_time()
+        with HeldInterrupts():
+            return not self.client.has_unfinished() and self.client.use_idle_time()
 
     @property
     def max_model_len(self) -> int:
@@ -306,6 +323,14 @@ class LLMEngine:
             raise EngineError("the engine is closed")
         self.driver.add([request], [prompt])
 
+    def _step(self) -> list[RequestOutput]:
+        try:
+            return self.driver.take(self.client.step())
+        except KeyboardInterrupt:  # a second one: how far the step has come is unknown
+            for request in self.driver.live_requests:
+                self.driver.abort(request.request_id)
+            raise
+
     def _run_to_end(
         self, requests: list[QueuedRequest], prompts: list[Prompt], *, progress: bool
     ) -> dict[RequestId, RequestOutput]:
@@ -313,24 +338,28 @@ class LLMEngine:
 
         shares = {request.request_id: _num_expected_tokens(request) for request in requests}
         finished: dict[RequestId, RequestOutput] = {}
-        try:
-            for request, prompt in zip(requests, prompts, strict=True):
-                self._queue(request, prompt)
-            total = sum(shares.values())
-            with progress_bar("generating", total=total, unit="tokens", enabled=progress) as advance:
-                counted = RequestShares(shares, advance)
+        total = sum(shares.values())
+        with (
+            progress_bar("generating", total=total, unit="tokens", enabled=progress) as advance,
+            HeldInterrupts() as held,
+        ):
+            counted = RequestShares(shares, advance)
+            try:
+                for request, prompt in zip(requests, prompts, strict=True):
+                    self._queue(request, prompt)
                 while len(finished) < len(shares):
+                    held.raise_pending()
                     for output in self.step():
                         num_tokens = len(output.prompt_token_ids) + output.metrics.num_output_tokens
                         counted.take(output.request_id, num_tokens, is_finished=output.finished)
                         if output.finished and output.request_id in shares:
                             finished[output.request_id] = output
                     counted.show()
-        except BaseException:  # Ctrl-C must not leave requests behind that hold blocks
-            for request_id in shares.keys() - finished.keys():
-                if request_id in self.driver:
-                    self.driver.abort(request_id)
-            raise
+            except BaseException:  # requests that nobody waits for must not hold blocks
+                for request_id in shares.keys() - finished.keys():
+                    if request_id in self.driver:
+                        self.driver.abort(request_id)
+                raise
         return finished
 
 
@@ -348,7 +377,7 @@ def _configuration(
     model: str | os.PathLike[str] | EngineConfig | None, config: EngineConfig | None, settings: EngineSettings
 ) -> EngineConfig:
     """Apply settings given by name to a configuration, which may be given as `model` or as `config`."""
-    given: dict[str, Any] = without_vllm_names(settings)
+    given: dict[str, Any] = {**settings}
     if isinstance(model, EngineConfig):
         if config is not None:
             raise ConfigError(
@@ -359,7 +388,7 @@ def _configuration(
         given["model"] = model
     if config is not None and not isinstance(config, EngineConfig):
         raise ConfigError(f"config is {config!r}; it must be an EngineConfig")
-    return (config or EngineConfig()).with_values(flat_to_dotted(given))
+    return (config or EngineConfig()).with_flat(given)
 
 
 def one_of(params: T, named: T) -> T:

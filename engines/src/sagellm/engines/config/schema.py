@@ -28,6 +28,7 @@ from sagellm.engines.config.sections import (
     TraceConfig,
 )
 from sagellm.engines.config.settings import ALL_NAMES, FLAT_NAMES
+from sagellm.engines.config.vllm_names import without_vllm_names
 
 
 class EngineConfig(Checked):
@@ -77,6 +78,10 @@ class EngineConfig(Checked):
     def with_values(self, values: Mapping[str, Any]) -> Self:
         """Return a checked copy in which the settings under these dotted keys are replaced."""
         return type(self).from_values({**self.values(), **values})
+
+    def with_flat(self, values: Mapping[str, Any]) -> Self:
+        """Return a checked copy with settings by flat names; vLLM's that change nothing are left out."""
+        return self.with_values(flat_to_dotted(without_vllm_names(values)))
 
     def providers(self) -> Iterator[NamedProvider]:
         """Yield every provider that a setting names."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sagellm.core import BlockId, StepInput, TokenIds
+from sagellm.core import BlockId, TokenIds
 from sagellm.core.protocols.request_rows import CHANGING_COLUMNS, SCHEDULE_COLUMNS
 from sagellm.core.protocols.step import BlockUpdates, Seat, SeatArrival
 from sagellm.engines.worker.seat_state import first_tables, widened_tables
@@ -238,13 +238,6 @@ class Seats:
         """Return the seats vacated since the last step."""
         departures, self._departures = self._departures, []
         return departures
-
-    def tell_again(self, step: StepInput) -> None:
-        """Repeat a step's arrivals, departures and block updates in the next step."""
-        self._arrivals = {each.seat: each for each in step.arrivals} | self._arrivals
-        self._departures = [*step.departures, *self._departures]
-        if (updates := step.new_blocks) is not None:
-            self._entries.append((updates.groups, updates.seats, updates.indices))
 
     def take_block_updates(self) -> BlockUpdates | None:
         """Return what changed in block tables since the last step."""

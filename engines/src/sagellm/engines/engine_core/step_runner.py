@@ -87,7 +87,6 @@ class StepRunner:
         self._seats = seats
         self._clock = clock
         self._flights: deque[_Flight] = deque()
-        self._kv_ops: list[KVOp] = []  # of a step that was interrupted
         self._lost: set[int] = set()  # steps that failed in the executor; their outputs may still come
         self._num_steps = 0
         self.last_ns = 0  # from the submission of the last collected step, or the previous end, to its end
@@ -110,17 +109,25 @@ class StepRunner:
         return self._executor.depth
 
     def submit(self, planned: PlannedStep, kv_ops: Seq[KVOp]) -> None:
-        """Submit a step, with all that changed in the seats since the last one."""
+        """Submit a step, with all that changed in the seats since the last one.
+
+        If that fails, the changes are lost, and all sequences must end.
+        """
         seats, table = planned.seats, self._seats
         starts = table.num_computed.take(seats)
         stops = starts + planned.num_new
         is_sampled = stops >= (table.num_tokens + table.num_in_flight).take(seats)
-        step = self._step(
+        self._num_steps += 1
+        step = StepInput(
+            step=self._num_steps,
             seats=seats.astype(np.int32),
             num_new=planned.num_new,
             starts=starts,
             is_sampled=is_sampled,
             kv_ops=kv_ops,
+            arrivals=table.take_arrivals(),
+            departures=table.take_departures(),
+            new_blocks=table.take_block_updates(),
             drafts=planned.drafts,
             scored=self._scored(seats, starts, planned.num_new) if table.scored else (),
         )
@@ -131,10 +138,19 @@ class StepRunner:
             table.is_held[seats] = planned.drafts.counts > 0
 
     def carry_out(self, kv_ops: Seq[KVOp]) -> None:
-        """Copy, read or write KV now. Steps in flight are received and kept for the next `collect`."""
+        """Copy, read or write KV now. Steps in flight are received and kept for the next `collect`.
+
+        What has changed in the seats is left to the next step that computes: if this one fails, it is lost.
+        """
+        self._num_steps += 1
         self._submit(
-            self._step(
-                seats=_NO_SEATS, num_new=_NO_SEATS, starts=_NO_SEATS, is_sampled=_NO_SEATS > 0, kv_ops=kv_ops
+            StepInput(
+                step=self._num_steps,
+                seats=_NO_SEATS,
+                num_new=_NO_SEATS,
+                starts=_NO_SEATS,
+                is_sampled=_NO_SEATS > 0,
+                kv_ops=kv_ops,
             )
         )
         for flight in list(self._flights):
@@ -158,7 +174,7 @@ class StepRunner:
         """Collect steps until only `num_left` are in flight; yield their results.
 
         Sequences that a result ends must leave their seats before the next result is requested. Raises
-        KeyboardInterrupt, and EngineError for a failure that belongs to no sequence.
+        EngineError for a failure that belongs to no sequence.
         """
         while len(self._flights) > num_left:
             flight = self._flights[0]
@@ -166,28 +182,13 @@ class StepRunner:
             self._flights.popleft()
             yield from self._take_in(flight, output)
 
-    def _step(self, *, kv_ops: Seq[KVOp], **what: object) -> StepInput:
-        self._num_steps += 1
-        table = self._seats
-        interrupted, self._kv_ops = self._kv_ops, []
-        return StepInput(
-            step=self._num_steps,
-            kv_ops=[*interrupted, *kv_ops],
-            arrivals=table.take_arrivals(),
-            departures=table.take_departures(),
-            new_blocks=table.take_block_updates(),
-            **what,  # type: ignore[arg-type]
-        )
-
     def _submit(self, step: StepInput) -> None:
         self._flights.append(self._flight(step, self._seats.generation.take(step.seats)))
         try:
             self._executor.submit(step)
-        except BaseException:  # KeyboardInterrupt: repeat what the worker may not have seen
+        except BaseException:
             self._flights.pop()
             self._lost.add(step.step)
-            self._seats.tell_again(step)
-            self._kv_ops = [*step.kv_ops]
             raise
 
     def _flight(self, step: StepInput, generations: Ints) -> _Flight:
@@ -205,8 +206,6 @@ class StepRunner:
                 while getattr(output, "step", None) in self._lost:
                     output = self._executor.collect()
                 verify_output(self._label, flight.step, output, vocab_size=self._vocab_size)
-            except KeyboardInterrupt:  # the step continues
-                raise
             except BaseException:
                 self._lost.add(flight.step.step)
                 gone = flight.step.step, getattr(output, "step", None)  # the latter was delivered too early

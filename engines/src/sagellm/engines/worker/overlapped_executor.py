@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from sagellm.core import ExecutorProtocol, StepInput, StepOutput, StepWorker
+from sagellm.core.plugins.failure import contained
 
 
 class OverlappedExecutor(ExecutorProtocol):
@@ -22,20 +23,15 @@ class OverlappedExecutor(ExecutorProtocol):
         self._launched: deque[Callable[[], StepOutput] | BaseException] = deque()
 
     def submit(self, step: StepInput) -> None:
-        """Launch a step. Raises KeyboardInterrupt."""
-        try:
+        """Launch a step; `collect` raises its error. KeyboardInterrupt propagates."""
+        with contained() as failure:
             self._launched.append(self._worker.launch(step))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            self._launched.append(error)
+        if failure.error is not None:
+            self._launched.append(failure.error)
 
     def collect(self) -> StepOutput:
         """Wait for the oldest step and return its output, or raise its error."""
-        launched = self._launched[0]
+        launched = self._launched.popleft()
         if isinstance(launched, BaseException):
-            self._launched.popleft()
             raise launched
-        output = launched()  # interrupted, it can be called again
-        self._launched.popleft()
-        return output
+        return launched()

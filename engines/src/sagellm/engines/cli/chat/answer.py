@@ -1,11 +1,9 @@
-"""One answer: streamed, and stopped by Ctrl-C without ending the program."""
+"""One answer: streamed, and stopped when the user asks for it."""
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
@@ -45,27 +43,3 @@ def stream_answer(
             write_new(output)
     assert output is not None, "a request ends with an output"
     return output
-
-
-@contextmanager
-def ctrl_c_stops(*, enabled: bool) -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether Ctrl-C was pressed, which does not interrupt a step.
-
-    A second Ctrl-C is handled as before the block.
-    """
-    if not enabled:
-        yield lambda: False
-        return
-    is_stopped = False
-    before = signal.getsignal(signal.SIGINT)
-
-    def stop(*_: Any) -> None:
-        nonlocal is_stopped
-        is_stopped = True
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, stop)
-    try:
-        yield lambda: is_stopped
-    finally:
-        signal.signal(signal.SIGINT, before)

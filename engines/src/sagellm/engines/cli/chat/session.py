@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sagellm.core import EngineError, InvalidInputError
-from sagellm.engines.cli.chat.answer import ctrl_c_stops, stream_answer
+from sagellm.engines.cli.chat.answer import stream_answer
 from sagellm.engines.cli.chat.commands import is_command, run_command
 from sagellm.engines.cli.chat.conversation import Conversation
 from sagellm.engines.cli.chat.terminal import Terminal
+from sagellm.engines.held_interrupts import HeldInterrupts
 from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 
@@ -61,13 +63,14 @@ class ChatSession:
         return min(self.engine.max_model_len, capacity)
 
     def _answer(self, question: str) -> None:
-        with ctrl_c_stops(enabled=self.terminal.is_interactive) as is_stopped:
-            token_ids = self._fitting_prompt(question)
-            left = max(1, self.max_context - len(token_ids))
-            params = replace(self.params, max_tokens=min(self.params.max_tokens or left, left))
-            output = stream_answer(
-                self.engine, token_ids, params, write=self.terminal.write, is_stopped=is_stopped
-            )
+        if self.terminal.is_interactive:
+            with HeldInterrupts() as held:
+                try:
+                    output = self._stream(question, held.take)
+                finally:
+                    held.take()  # it came when the answer had ended
+        else:
+            output = self._stream(question, lambda: False)
         self.terminal.end_answer()
         [answer] = output.outputs
         if answer.error is not None:
@@ -75,6 +78,12 @@ class ChatSession:
         if answer.token_ids:
             self.conversation.add(question, output)
         self.terminal.whisper(describe(output))
+
+    def _stream(self, question: str, is_stopped: Callable[[], bool]) -> RequestOutput:
+        token_ids = self._fitting_prompt(question)
+        left = max(1, self.max_context - len(token_ids))
+        params = replace(self.params, max_tokens=min(self.params.max_tokens or left, left))
+        return stream_answer(self.engine, token_ids, params, write=self.terminal.write, is_stopped=is_stopped)
 
     def _fitting_prompt(self, question: str) -> list[int]:
         """Return the prompt, without the oldest turns if they leave no room, and report that first."""
