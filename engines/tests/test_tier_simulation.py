@@ -153,7 +153,8 @@ class Simulation:
         self.core = build_computing_core(plan, HashBackend(self.runtime))
         self.offload = self.core.kv.offload
         storage, failures = self.offload.tiers, self.random.choice((0.0, 0.05))
-        storage._tiers = tuple(self._late(tier, failures) for tier in storage._tiers)
+        for guarded in storage._tiers:
+            guarded.tier = self._late(guarded.tier, failures)
         self.offload.tiers = self._late(storage, 0.0)
         begin_nothing_twice(self.offload.tiers)
         self.families = [self._tokens(self.random.randint(8, 48)) for _ in range(5)]
