@@ -243,6 +243,23 @@ def test_messages_of_tools_are_refused(server, role):
     assert (error["param"], error["code"]) == ("messages[0].role", "unsupported_parameter")
 
 
+@pytest.mark.parametrize(
+    ("kind", "body", "named"),
+    [
+        (CompletionBody, {"temprature": 1, "prompt": "a", "n": 0}, "n"),
+        (
+            ChatBody,
+            {"messages": [{"role": "tool", "tool_call_id": "a", "content": "b"}], "tools": [1]},
+            "messages[0].role",
+        ),
+    ],
+)
+def test_fields_that_are_known_are_read_before_the_others_are_refused(kind, body, named):
+    with pytest.raises(APIError) as caught:
+        parse_now(json.dumps(body).encode(), kind)
+    assert caught.value.param == named
+
+
 def test_false_is_not_zero_and_one_is_not_true():
     assert not asks_for_nothing(UNSUPPORTED["use_beam_search"], 0)
     assert not asks_for_nothing(UNSUPPORTED["best_of"], True)
