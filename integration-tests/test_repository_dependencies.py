@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from importlib.metadata import packages_distributions
 from itertools import accumulate
 from pathlib import Path
@@ -168,7 +169,9 @@ def test_what_only_an_extra_brings_is_imported_behind_a_guard(package):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_provider_needs_an_extra_to_be_imported(package):
     (plugin,) = (name for name in of_package(package) if name.endswith(".plugin"))
-    constants = [node.value for node in ast.walk(modules()[plugin][1]) if isinstance(node, ast.Constant)]
-    targets = {str(value).partition(":")[0] for value in constants} & set(modules())
+    named = import_module(plugin)
+    hooks = (getattr(named, hook, list) for hook in ("sagellm_providers", "sagellm_commands"))
+    targets = {each.target.partition(":")[0] for hook in hooks for each in hook()}
     assert targets
+    assert targets <= set(modules())
     assert not targets & in_need()
