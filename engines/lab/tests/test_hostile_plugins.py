@@ -293,6 +293,8 @@ def test_ctrl_c_inside_a_module_stays_ctrl_c(make_engine, monkeypatch, kind, met
     switch["is_on"] = True
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[5, 6, 7] * 9])
+    assert not engine.driver.live_requests
+    assert not engine.has_unfinished_requests()
 
 
 @pytest.mark.parametrize("kind", ["kv_allocator", "eviction_policy"])

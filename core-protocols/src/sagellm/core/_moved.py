@@ -39,6 +39,7 @@ _MOVED = {
     "sagellm.engines.simulation": "sagellm.lab.simulation",
     "sagellm.engines.text.process": "sagellm.server.text_process",
     "sagellm.engines.traces": "sagellm.lab.traces",
+    "sagellm.engines.worker.overlapped_executor": "sagellm.engines.worker.inline_executor",
 }
 
 _MOVED_NAMES = {

@@ -39,7 +39,7 @@ def sagellm_providers() -> list[Provider]:
         Provider(
             "executor",
             "overlapped",
-            f"{_PACKAGE}.worker.overlapped_executor:OverlappedExecutor",
+            f"{_PACKAGE}.worker.inline_executor:OverlappedExecutor",
             "planned while the device computes the last one",
         ),
         Provider("attention_backend", "naive", f"{attention}.naive:TorchNaiveBackend", "the reference"),

@@ -1,30 +1,41 @@
-"""Computes steps in the thread that submits them."""
+"""Computes steps in the thread that submits them, or on the device that this thread drives."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from sagellm.core import ExecutorProtocol, StepInput, StepOutput, StepWorker
 from sagellm.core.plugins.failure import contained
 
 
 class InlineExecutor(ExecutorProtocol):
-    """`submit` computes a step, and `collect` returns its output."""
+    """`submit` launches a step, which computes it if the device is this process's CPU; `collect` waits."""
 
     def __init__(self, worker: StepWorker) -> None:
         self._worker = worker
-        self._done: deque[StepOutput | BaseException] = deque()
+        self._launched: deque[Callable[[], StepOutput] | BaseException] = deque()
 
     def submit(self, step: StepInput) -> None:
-        """Compute a step; `collect` raises its error. KeyboardInterrupt propagates."""
+        """Launch a step; `collect` raises its error. KeyboardInterrupt propagates."""
         with contained() as failure:
-            self._done.append(self._worker.compute(step))
+            self._launched.append(self._worker.launch(step))
         if failure.error is not None:
-            self._done.append(failure.error)
+            self._launched.append(failure.error)
 
     def collect(self) -> StepOutput:
-        """Return the output of the oldest step not yet collected, or raise its error."""
-        done = self._done.popleft()
-        if isinstance(done, StepOutput):
-            return done
-        raise done
+        """Wait for the oldest step and return its output, or raise its error."""
+        launched = self._launched.popleft()
+        if isinstance(launched, BaseException):
+            raise launched
+        return launched()
+
+
+class OverlappedExecutor(InlineExecutor):
+    """Launches a step before the last one is collected: the host plans while the device computes.
+
+    The device must compute beside this thread, as CUDA does; on a CPU each token comes a step later for
+    nothing.
+    """
+
+    depth = 1
