@@ -5,34 +5,33 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from sagellm.engines.machine import describe_machine
 from sagellm.engines.whole_file import whole_file
+from sagellm.lab.bench import spread as lab_spread
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def spread(values: list[float], digits: int = 4) -> dict[str, Any]:
-    """Return min, median, p99 (nearest rank) and the number of values."""
-    ordered = sorted(values)
-    rank = min(len(ordered) - 1, -(-99 * len(ordered) // 100) - 1)
-    return {
-        "min": round(ordered[0], digits),
-        "median": round(statistics.median(ordered), digits),
-        "p99": round(ordered[rank], digits),
-        "n": len(ordered),
-    }
+    """Return min, median, p99 (as the lab's results have them) and the number of values."""
+    found = lab_spread(values)
+    assert found is not None, "something was measured"
+    kept = {name: round(getattr(found, name), digits) for name in ("min", "median", "p99")}
+    return {**kept, "n": found.count}
+
+
+def record(name: str, **figures: Any) -> dict[str, Any]:
+    """Return what was measured, then the machine."""
+    return {"benchmark": name, **figures, "machine": describe_machine()}
 
 
 def report(name: str, **figures: Any) -> None:
     """Print one JSON object: what was measured, then the machine."""
-    json.dump({"benchmark": name, **figures, "machine": describe_machine()}, sys.stdout, indent=1)
-    print()
+    print(json.dumps(record(name, **figures), indent=1))
 
 
 def save(path: Path, text: str) -> None:
@@ -52,10 +51,10 @@ def machine_line() -> str:
 
 def publish(name: str, text: str, options: argparse.Namespace, **figures: Any) -> None:
     """Print a table, or with --json one JSON object with the machine; keep the latter in --save's file."""
-    record = {"benchmark": name, **figures, "machine": describe_machine()}
-    json_text = json.dumps(record, indent=1) + "\n"
+    found = record(name, **figures)
+    json_text = json.dumps(found, indent=1) + "\n"
     save(options.save, json_text)
-    print(json_text if options.json else f"{text}\n\n{record['machine']['cpu']}; kept in {options.save}")
+    print(json_text if options.json else f"{text}\n\n{found['machine']['cpu']}; kept in {options.save}")
 
 
 def output_flags(parser: argparse.ArgumentParser, name: str) -> None:

@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
-from common import describe_machine, save
+from common import record, save
 
 from sagellm.core import PluginRegistry, Randomness, VirtualClock
 from sagellm.core.runtime import MemoryFiles
@@ -235,11 +235,11 @@ def main() -> int:
     ]
     failed = [{"machine": each.machine, "seed": each.seed, "error": each.error} for each in violations]
     figures = {"first_seed": options.first, "machines": rows, "violations": failed}
-    record = json.dumps({"benchmark": "seeds", **figures, "machine": describe_machine()}, indent=1)
+    text = json.dumps(record("seeds", **figures), indent=1)
     if options.save is not None:
-        save(options.save, record + "\n")
+        save(options.save, text + "\n")
     cells = [[str(cell) for cell in row.values()] for row in rows]
-    print(record if options.json else columns(list(rows[0]), cells))
+    print(text if options.json else columns(list(rows[0]), cells))
     return 1 if violations else 0
 
 

@@ -75,12 +75,13 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def peak_rss_mib() -> float:
-    """Return the peak resident memory of this process (VmHWM), in MiB; Linux only."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+def peak_rss_mib(pid: int | None = None) -> float:
+    """Return the peak resident memory of a process, or of this one (VmHWM), in MiB; Linux only."""
+    status = Path(f"/proc/{pid or 'self'}/status")
+    for line in status.read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) / 1024
-    raise OSError("/proc/self/status has no VmHWM")
+    raise OSError(f"{status} has no VmHWM")
 
 
 def installed_version(distribution: str) -> str | None:

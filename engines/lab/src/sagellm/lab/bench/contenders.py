@@ -26,6 +26,7 @@ from sagellm.core.runtime_folder import VARIABLE
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.sources import API_KEY_VARIABLE
 from sagellm.engines.loading.source import resolve_source
+from sagellm.engines.machine import peak_rss_mib
 from sagellm.lab.bench.errors import BenchmarkError
 
 _READY_S = 600.0
@@ -80,7 +81,13 @@ class Contender:
 
     def peak_rss_mib(self) -> float | None:
         """Return VmHWM summed over the server's processes that live, in MiB."""
-        return None if self.pid is None else sum(map(_peak_rss_mib, _tree(self.pid)))
+        if self.pid is None:
+            return None
+        total_mib = 0.0
+        for pid in _tree(self.pid):
+            with suppress(OSError):  # it has ended
+                total_mib += peak_rss_mib(pid)
+        return total_mib
 
 
 @contextmanager
@@ -280,11 +287,3 @@ def _tree(pid: int) -> Iterator[int]:
         one = waiting.pop()
         yield one
         waiting += children.get(one, [])
-
-
-def _peak_rss_mib(pid: int) -> float:
-    with suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM"):
-                return int(line.split()[1]) / 1024
-    return 0.0
