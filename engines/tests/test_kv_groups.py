@@ -10,6 +10,7 @@ import torch
 
 from sagellm.core import (
     KVLayout,
+    OutOfMemoryError,
     PluginRegistry,
     Request,
     RequestId,
@@ -24,6 +25,7 @@ from sagellm.engines.attention.sdpa import SDPABackend
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.step_runner import PlannedStep, StepRunner
+from sagellm.engines.forward import device_memory
 from sagellm.engines.forward.torch_backend import TorchForwardBackend
 from sagellm.engines.loading.load import open_model
 from sagellm.engines.requests.queued_request import QueuedSequence
@@ -189,6 +191,16 @@ def test_tables_of_all_groups_widen_together():
     assert seats.block_ids(0) == [1, 2]
     assert seats.block_ids(1, 1) == list(range(width + 1))
     assert seats.tokens.shape == (2, 2 * width * 4 + 1)
+
+
+def test_memory_must_hold_the_blocks_of_all_groups(opened, monkeypatch):
+    layouts = layouts_of(opened.spec)
+    size = layouts[0].block_bytes
+    runner = ModelRunner(backend_of(opened, SDPABackend), layouts, device=CPU)
+    monkeypatch.setattr(device_memory, "available_memory_bytes", lambda _: 7 * size)
+    runner.initialize_kv_caches([4, 3])
+    with pytest.raises(OutOfMemoryError, match=r"KV of 4 blocks of .* and 4 blocks of .*at most 3 fit"):
+        runner.initialize_kv_caches([4, 4])
 
 
 def test_torch_refuses_groups_whose_heads_differ(opened):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -24,14 +25,15 @@ def available_memory_bytes(device: torch.device) -> int | None:
     return memory.available_bytes if memory.total_bytes else None
 
 
-def check_room(layout: KVLayout, num_blocks: int, device: torch.device) -> None:
-    """Raise OutOfMemoryError, before memory is touched, if the KV of this many blocks cannot fit."""
-    needed, available = num_blocks * layout.block_bytes, available_memory_bytes(device)
+def check_room(layouts: Sequence[KVLayout], num_blocks: Sequence[int], device: torch.device) -> None:
+    """Raise OutOfMemoryError, before memory is touched, if so many blocks of each KV group cannot fit."""
+    groups = list(zip(num_blocks, (layout.block_bytes for layout in layouts), strict=True))
+    needed, available = sum(number * size for number, size in groups), available_memory_bytes(device)
     if available is not None and needed > available:
+        blocks = " and ".join(f"{number} blocks of {format_bytes(size)}" for number, size in groups)
         raise OutOfMemoryError(
-            f"KV of {num_blocks} blocks of {format_bytes(layout.block_bytes)} needs "
-            f"{format_bytes(needed)}; {format_bytes(available)} are available on {device}; "
-            f"lower kv.num_blocks (at most {layout.num_blocks_in(available)} fit)"
+            f"KV of {blocks} needs {format_bytes(needed)}; {format_bytes(available)} are available on "
+            f"{device}; lower kv.num_blocks (at most {available // sum(size for _, size in groups)} fit)"
         )
 
 

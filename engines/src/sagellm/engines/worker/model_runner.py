@@ -37,8 +37,7 @@ class ModelRunner:
 
     def initialize_kv_caches(self, num_blocks: Seq[int]) -> None:
         """Allocate the KV of this many blocks of each group. Raises OutOfMemoryError if there is no room."""
-        for layout, number in zip(self.layouts, num_blocks, strict=True):
-            check_room(layout, number, self.device)
+        check_room(self.layouts, num_blocks, self.device)
         self.backend.initialize_kv_caches(self.layouts, num_blocks)
 
     def prepare_inputs(self, step: StepInput, state: SeatState, num_drafts: Seq[int]) -> InputBatch:
