@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from io import StringIO
 from typing import Any
+
+import pytest
 
 from sagellm.core import (
     Clock,
@@ -18,6 +21,7 @@ from sagellm.core import (
     SchedulerPassProtocol,
     SequenceId,
     TopologyProtocol,
+    UnknownProviderError,
 )
 from sagellm.core.protocols.kv_allocator import NullKVAllocator
 from sagellm.core.protocols.kv_pool import NullKVPool
@@ -32,6 +36,7 @@ from sagellm.testing import (
     KVPoolContract,
     LifetimePredictorContract,
     PrefixCacheContract,
+    scheduler_pass,
 )
 from sagellm.testing.quantizer import QuantizerContract
 from sagellm.testing.scheduler import SchedulerPlanContract
@@ -105,6 +110,28 @@ class TestNullSchedulerIR(SchedulerPlanContract):
 class TestNullSchedulerPass(SchedulerPassContract):
     def make(self) -> SchedulerPassProtocol:
         return NullSchedulerPass()
+
+
+@pytest.fixture
+def no_scheduler_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    scheduler_pass._scheduler.cache_clear()
+    yield monkeypatch
+    scheduler_pass._scheduler.cache_clear()
+
+
+def test_a_pass_is_run_where_only_the_plugin_under_test_is_loaded(
+    no_scheduler_yet: pytest.MonkeyPatch,
+) -> None:
+    no_scheduler_yet.setenv("SAGELLM_PLUGINS_ALLOW", "acme-passes")
+    TestNullSchedulerPass().test_a_pass_decides_what_it_may_and_writes_to_nothing(0)
+
+
+def test_without_a_scheduler_the_contract_of_a_pass_says_what_to_install(
+    no_scheduler_yet: pytest.MonkeyPatch,
+) -> None:
+    no_scheduler_yet.setattr(scheduler_pass, "_SCHEDULER", "acme-scheduler")
+    with pytest.raises(UnknownProviderError, match=r"'base' runs the passes .* pip install acme-scheduler"):
+        TestNullSchedulerPass().test_a_pass_decides_what_it_may_and_writes_to_nothing(0)
 
 
 class TestNullTopology(TopologyContract):

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from sagellm.core.errors import UnknownProviderError
 from sagellm.core.ids import RequestId
 from sagellm.core.plugins.registry import PluginRegistry
 from sagellm.core.protocols.request_rows import RequestRows, ScheduleRequest
@@ -78,10 +79,21 @@ def _plan_of(ir: ScheduleIR) -> SchedulePlan:
     )
 
 
+_SCHEDULER = "sagellm-scheduler-ir"
+
+
 @cache
 def _scheduler() -> SchedulerIRProtocol:
-    """Return the scheduler that runs passes here, and verifies what they decide: the engine's default."""
-    factory: Any = PluginRegistry.load().resolve("scheduler", "base")
+    """Return the scheduler that runs passes here, and verifies what they decide: the engine's default.
+
+    It is loaded even where only the plugins of the distribution under test are.
+    """
+    registry = PluginRegistry.load({"SAGELLM_PLUGINS_ALLOW": _SCHEDULER})
+    try:
+        factory: Any = registry.resolve("scheduler", "base")
+    except UnknownProviderError as error:
+        told = f"the scheduler 'base' runs the passes that are tested; pip install {_SCHEDULER}"
+        raise UnknownProviderError(told) from error
     return cast(SchedulerIRProtocol, factory())
 
 
