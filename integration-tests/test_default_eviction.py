@@ -30,7 +30,7 @@ def saved(requests: list[TraceRequest], policy: str, num_blocks: int) -> tuple[f
     num_saved = sum(one.num_saved_tokens for one in cache.run(requests))
     assert not cache.kv.cache.metrics().policy_failure
     points = 100 * num_saved / sum(one.num_prompt_tokens for one in requests)
-    return points, dict(cache.metrics()["eviction_policy"].details)
+    return points, dict(cache.kv.metrics_of["eviction_policy"]().details)
 
 
 @pytest.mark.repeats

@@ -97,7 +97,7 @@ def test_an_abort_after_the_deadline_is_told_as_late(engine, clock):
     core = engine.client.core
     for name in ("late", "early", "any"):
         engine.abort_request(name)
-    ended = {story.ended.request_id: story.events[-1].reason for story in core.scheduler.log.stories()}
+    ended = {story.facts.request_id: story.events[-1].reason for story in core.scheduler.log.stories()}
     assert ended == {"late": "deadline", "early": "abort", "any": "abort"}
 
 

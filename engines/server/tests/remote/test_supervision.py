@@ -224,11 +224,11 @@ def test_a_request_that_cannot_be_encoded_leaves_nothing(scripted):
 
 
 def test_a_decoder_that_panics_ends_its_request_and_leaves_the_front_alive(scripted, monkeypatch):
-    class Panic(BaseException):
+    class PanicException(BaseException):
         pass
 
     def panic(*_):
-        raise Panic("slice index")
+        raise PanicException("slice index")
 
     async def use():
         stream = await scripted.add_request([5], LONG, request_id="a")
@@ -238,7 +238,7 @@ def test_a_decoder_that_panics_ends_its_request_and_leaves_the_front_alive(scrip
         outputs = [output async for output in stream]
         assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].error) == (
             "error",
-            "Panic: slice index",
+            "PanicException: slice index",
         )
         again = await scripted.add_request([5], LONG, request_id="b")
         await scripted.abort_request("b")

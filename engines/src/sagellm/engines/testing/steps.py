@@ -35,15 +35,15 @@ def held(step: Step, is_held: Callable[[], bool], num_tokens: int = NUM_TOKENS) 
 def let_steps_take(engine: LLMEngine, clock: VirtualClock, cost: StepCost) -> None:
     """Advance the clock by what each step of an engine costs, whatever executor computes it."""
     worker = engine.client.core.parts.worker  # type: ignore[attr-defined]
-    compute = worker.compute
+    launch = worker.launch
 
-    def take_time(step: StepInput) -> StepOutput:
-        output: StepOutput = compute(step)
+    def take_time(step: StepInput) -> Callable[[], StepOutput]:
+        launched: Callable[[], StepOutput] = launch(step)
         if len(step.seats):
             clock.advance_ns(round(cost.predict_ns(work_of(step))))
-        return output
+        return launched
 
-    worker.compute = take_time
+    worker.launch = take_time
 
 
 class HeldCores:
