@@ -21,6 +21,7 @@ from sagellm.core import (
     QuantizationConfig,
     QuantizationGranularity,
 )
+from sagellm.core.plugins.option_text import split
 from sagellm.core.plugins.options import ChosenProvider, Limits
 from sagellm.core.protocols.scheduler_ir import NullSchedulerPass
 
@@ -209,6 +210,64 @@ def test_fields_of_a_pass_are_checked_when_it_is_made():
     assert Aged(ageing_s=1).ageing_s == 1
     with pytest.raises(ConfigError, match=r"^null: ageing_s is 0; it must be a number above 0$"):
         Aged(ageing_s=0)
+
+
+def test_limits_of_inherited_fields_hold_where_their_names_are_unknown(tmp_path, monkeypatch):
+    (tmp_path / "aged_pass.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from typing import Annotated\n"
+        "from sagellm.core.plugins.options import Limits\n"
+        "from sagellm.core.protocols.scheduler_ir import NullSchedulerPass\n"
+        "@dataclass(frozen=True)\n"
+        "class Aged(NullSchedulerPass):\n"
+        "    ageing_s: Annotated[float, Limits(gt=0)] = 30.0\n"
+    )
+    (tmp_path / "own_pass.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from aged_pass import Aged\n"
+        "@dataclass(frozen=True)\n"
+        "class Own(Aged):\n"
+        "    extra: int = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from own_pass import Own  # type: ignore[import-not-found]
+
+    with pytest.raises(ConfigError, match="ageing_s is -1"):
+        Own(ageing_s=-1)
+    with pytest.raises(ConfigError, match="ageing_s is -1"):
+        chosen(Own, ageing_s=-1).check()
+
+
+def test_a_pass_calls_the_post_init_of_what_it_also_is():
+    class Counted:
+        def __post_init__(self):
+            made.append(self)
+
+    @dataclass(frozen=True)
+    class Both(NullSchedulerPass, Counted):
+        what: str = None  # type: ignore[assignment]  # a default is taken as it is
+
+    made: list[object] = []
+    assert made == [Both()]
+
+
+@pytest.mark.parametrize("metadata", [Limits(gt=0), SimpleNamespace(metadata=[SimpleNamespace(gt=0)])])
+def test_limits_of_a_union_are_those_of_its_numbers(metadata):
+    def factory(*, num=None): ...
+
+    factory.__annotations__["num"] = Annotated[float | None, metadata]
+    assert chosen(factory, num=None).check() == {"num": None}
+    with pytest.raises(ConfigError, match="num is -5; it must be a number above 0, or null"):
+        chosen(factory, num=-5).check()
+
+
+def test_lists_of_providers_may_be_quoted_and_must_end():
+    assert split('["lru", \'mlfq\', qos{within="a,b"}]') == ["lru", "mlfq", 'qos{within="a,b"}']
+    for text in ("[lru", "lru]"):
+        with pytest.raises(ConfigError, match="its square brackets do not match"):
+            split(text)
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,21 @@ def test_the_outputs_of_the_last_step_come_after_ctrl_c(make_engine, monkeypatch
         assert engine.step() == []
 
 
+@pytest.mark.parametrize(("max_tokens", "reason"), [(1, "length"), (5, "abort")])
+def test_an_abort_after_ctrl_c_gives_the_last_output_and_leaves_none(
+    make_engine, monkeypatch, max_tokens, reason
+):
+    with make_engine() as engine:
+        request_id = engine.add_request([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=max_tokens))
+        interrupt(monkeypatch, engine, PLACES["observe"], at=1)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        output = engine.abort_with_output(request_id)
+        assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (1, reason)
+        assert not engine.has_unfinished_requests()
+        assert engine.step() == []
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_generate_ends_its_requests_on_ctrl_c_and_others_go_on(
     make_engine, all_blocks_are_back, monkeypatch, expected, place
@@ -249,6 +264,18 @@ def test_the_handler_of_somebody_else_stays(make_engine):
         signal.signal(signal.SIGINT, before)
     assert pressed == [1]
     assert not held.is_pending
+
+
+def test_a_handler_that_the_block_sets_stays():
+    pressed = []
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with HeldInterrupts():
+            signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
+        ctrl_c()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert pressed == [1]
 
 
 def test_another_thread_holds_nothing():

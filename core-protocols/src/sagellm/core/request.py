@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sagellm.core._lazy import lazy
+from sagellm.core._moved import with_moved_names
 from sagellm.core.ids import RequestId
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.step_cost import StepWork
@@ -61,3 +63,8 @@ class StepRecord:
     num_preempted: int
     num_free_blocks: int
     work: StepWork | None = None  # None if nothing was computed
+
+
+__getattr__ = with_moved_names(
+    __name__, lazy(__name__, {}), {"sagellm.engines.engine_core.sequence": "RequestStatus"}
+)

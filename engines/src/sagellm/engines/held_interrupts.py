@@ -37,7 +37,8 @@ class HeldInterrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._is_ours:
-            signals.signal(_SIGINT, signals.default_int_handler)
+            if signals.getsignal(_SIGINT) == self._hold:  # not if the block has set another
+                signals.signal(_SIGINT, signals.default_int_handler)
             if kind is not KeyboardInterrupt:
                 self.raise_pending()
 

@@ -107,6 +107,7 @@ class LLMEngine:
         with HeldInterrupts():
             if not self._is_closed:
                 self._is_closed = True
+                self._unreturned = []
                 self.client.close()
 
     @property
@@ -257,7 +258,9 @@ class LLMEngine:
     def abort_with_output(self, request_id: str) -> RequestOutput:
         """End a request as `abort_request` does and return its output so far."""
         with HeldInterrupts():
-            return self.driver.abort(request_id)
+            ended = [each for each in self._unreturned if each.request_id == request_id and each.finished]
+            self._unreturned = [each for each in self._unreturned if each.request_id != request_id]
+            return ended[0] if ended else self.driver.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return the cumulative outputs of requests that got tokens or ended.

@@ -48,7 +48,10 @@ def options_text(options: Mapping[str, Any]) -> str:
 
 
 def split(text: str) -> list[str]:
-    """Split at commas outside of brackets and quotes; the whole may stand in square brackets."""
+    """Split at commas outside of brackets and quotes; the whole may stand in square brackets.
+
+    Raises ConfigError, whose message calls the text "it", for brackets that do not match.
+    """
     text = text.strip()
     if text[:1] == "[" and text[-1:] == "]":
         text = text[1:-1]
@@ -58,7 +61,11 @@ def split(text: str) -> list[str]:
         if mark[0] == "," and depth == 0:
             parts.append(text[start : mark.start()])
             start = mark.end()
-    return [part.strip() for part in (*parts, text[start:]) if part.strip()]
+    marks = [mark[0] for mark in _MARK.finditer(text)]
+    if marks.count("[") != marks.count("]"):
+        raise ConfigError("its square brackets do not match")
+    items = [part.strip() for part in (*parts, text[start:]) if part.strip()]
+    return [read_value(item) if item[0] in "\"'" else item for item in items]
 
 
 def slot_of(item: Any) -> tuple[str, Any]:

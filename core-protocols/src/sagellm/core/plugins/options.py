@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from importlib import import_module
-from inspect import Parameter, isclass, signature, unwrap
+from inspect import Parameter, get_annotations, isclass, signature, unwrap
 from math import isfinite
+from numbers import Integral, Real
 from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -154,7 +156,10 @@ class ChosenProvider:
         if missing:
             raise ConfigError(f"{self._subject} needs the option {', '.join(map(str, missing))}")
         is_shown = not self._kind.may_hold_secrets
-        return _checked(self._subject, self._spec.options, self._hints, is_shown=is_shown)
+        try:
+            return _checked(self._spec.options, self._hints, is_shown=is_shown)
+        except ConfigError as error:
+            raise ConfigError(f"{self._subject}: {error}") from None
 
     def make(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the factory with the engine's arguments and the options.
@@ -188,10 +193,14 @@ class ChosenProvider:
         return name in self._passed or name.startswith("_")
 
 
-def check_fields(checked: Any, subject: str) -> None:
-    """Raise ConfigError unless the fields of a dataclass are what their types and limits say."""
-    values = {each.name: getattr(checked, each.name) for each in fields(checked) if each.init}
-    _checked(subject, values, _hints(type(checked)))
+def check_fields(checked: Any) -> None:
+    """Raise ConfigError unless the fields of a dataclass are what their types and limits say, or defaults."""
+    given = [
+        each for each in fields(checked) if each.init and getattr(checked, each.name) is not each.default
+    ]
+    namespaces = _namespaces(type(checked))
+    hints = {each.name: _resolved(each.type, namespaces.get(each.name, {})) for each in given}
+    _checked({each.name: getattr(checked, each.name) for each in given}, hints)
 
 
 def possible(hint: Any) -> str:
@@ -199,13 +208,13 @@ def possible(hint: Any) -> str:
     hint, metadata = _bare(hint)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        members = " or ".join(possible(each) for each in arguments if each is not types.NoneType)
-        return members + (", or null" if types.NoneType in arguments else "")
+        members = [possible(each) for each in _members(arguments, metadata) if each is not types.NoneType]
+        return " or ".join(members) + (", or null" if types.NoneType in arguments else "")
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if isclass(hint) and issubclass(hint, Enum):
         return f"one of {', '.join(str(each.value) for each in hint)}"
-    if hint in _PHRASES:
+    if (isclass(hint) or hint is Any) and hint in _PHRASES:
         return _PHRASES[hint] + _limits_text(_limits(metadata))
     text = hint if isinstance(hint, str) else str(getattr(hint, "__name__", hint) if isclass(hint) else hint)
     return text.replace("typing.", "").replace("collections.abc.", "")
@@ -218,9 +227,7 @@ def _limits_text(limits: Mapping[str, Any]) -> str:
     return f" {' and '.join(parts)}" if parts else ""
 
 
-def _checked(
-    subject: str, values: Mapping[str, Any], hints: Mapping[str, Any], *, is_shown: bool = True
-) -> dict[str, Any]:
+def _checked(values: Mapping[str, Any], hints: Mapping[str, Any], *, is_shown: bool = True) -> dict[str, Any]:
     """Return the values converted to their types. Raises ConfigError for the first that is of another one."""
     converted = {}
     for name, value in values.items():
@@ -229,7 +236,7 @@ def _checked(
             converted[name] = _converted(value, hint)
         except (TypeError, ValueError, OverflowError):
             text = _shown(value) if is_shown else f"of type {type(value).__name__}"
-            raise ConfigError(f"{subject}: {name} is {text}; it must be {possible(hint)}") from None
+            raise ConfigError(f"{name} is {text}; it must be {possible(hint)}") from None
     return converted
 
 
@@ -261,8 +268,20 @@ def _option(parameter: Parameter, hint: Any) -> ProviderOption:
 def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
     """Return the types of a factory's parameters; types that only type checkers can resolve stay text."""
     function = unwrap(factory.__init__ if isclass(factory) else factory)
-    names = getattr(function, "__globals__", {})
-    return {name: _resolved(each.annotation, names) for name, each in (_parameters(factory) or {}).items()}
+    names, namespaces = getattr(function, "__globals__", {}), _namespaces(factory)
+    return {
+        name: _resolved(each.annotation, namespaces.get(name, {}) | names)
+        for name, each in (_parameters(factory) or {}).items()
+    }
+
+
+def _namespaces(factory: Any) -> dict[str, dict[str, Any]]:
+    """Return what types of a dataclass's fields may name: what the class imports that declares the field."""
+    declaring = reversed(factory.__mro__) if is_dataclass(factory) and isclass(factory) else ()
+    modules = [(each, sys.modules.get(each.__module__)) for each in declaring]
+    return {
+        name: vars(module) for each, module in modules if module is not None for name in get_annotations(each)
+    }
 
 
 def _resolved(annotation: Any, names: dict[str, Any]) -> Any:
@@ -280,8 +299,16 @@ def _bare(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     return (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
 
 
+def _members(arguments: Iterable[Any], metadata: tuple[Any, ...]) -> list[Any]:
+    """Return the members of a union, each with the metadata of the union."""
+    return [
+        each if each is types.NoneType or not metadata else Annotated[each, *metadata] for each in arguments
+    ]
+
+
 def _limits(metadata: Iterable[Any]) -> dict[str, Any]:
-    found = [(name, getattr(each, name, None)) for each in metadata for name in _BOUNDS]
+    each_alone = [one for each in metadata for one in (each, *getattr(each, "metadata", ()))]
+    found = [(name, getattr(each, name, None)) for each in each_alone for name in _BOUNDS]
     return {name: bound for name, bound in found if bound is not None}
 
 
@@ -290,7 +317,7 @@ def _converted(value: Any, hint: Any) -> Any:
     hint, metadata = _bare(hint)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return _first_converted(value, arguments)
+        return _first_converted(value, _members(arguments, metadata))
     if origin is Literal:
         return _require(value, value in arguments)
     hint = origin or hint
@@ -306,7 +333,7 @@ def _converted(value: Any, hint: Any) -> Any:
 
 
 def _converted_number(value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
-    _require(value, isinstance(value, int if hint is int else int | float) and not isinstance(value, bool))
+    _require(value, isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool))
     is_within = all(_BOUNDS[name][0](value, bound) for name, bound in limits.items())
     return hint(_require(value, is_within and (not limits or isfinite(hint(value)))))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar, overload
 
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.tenant import DEFAULT_TENANT, Tenant, hash_of
@@ -86,9 +86,14 @@ class _Column(Generic[_T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, rows: RequestRows, owner: type) -> npt.NDArray[_T]:
-        column: npt.NDArray[_T] = rows._column(self._name)
-        return column
+    @overload
+    def __get__(self, rows: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, rows: RequestRows, owner: type) -> npt.NDArray[_T]: ...
+
+    def __get__(self, rows: RequestRows | None, owner: type) -> Any:
+        return self if rows is None else rows._column(self._name)
 
 
 class RequestRows(Sequence[ScheduleRequest]):

@@ -359,7 +359,12 @@ class SchedulerPassProtocol(ABC):
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a field whose value is not what its type and limits say."""
-        check_fields(self, self.name)
+        try:
+            check_fields(self)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+        if (following := getattr(super(), "__post_init__", None)) is not None:
+            following()
 
     @property
     @abstractmethod

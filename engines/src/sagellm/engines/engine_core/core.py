@@ -171,6 +171,7 @@ class EngineCore(EngineProtocol):
             for sequence_id in self.scheduler.sequence_ids:
                 outputs.add(self._fail(sequence_id, error))
             self.kv.take_copies()  # what they were for has ended
+            error = failure.error = None  # with the frames that failed, and their tensors
         self._observe(started_ns, planned)
         return outputs
 

@@ -202,7 +202,7 @@ class Seats:
 
     def cut_blocks(self, seat: Seat, num_blocks: int, group: int = 0) -> list[BlockId]:
         """Remove the blocks after the first `num_blocks` from a sequence's table and return them."""
-        cut = self.block_ids(seat, group)[num_blocks:]
+        cut: list[BlockId] = self.tables[group, seat, num_blocks : self.lengths[group, seat]].tolist()
         self.lengths[group, seat] = num_blocks
         return cut
 

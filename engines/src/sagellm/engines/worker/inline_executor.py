@@ -22,6 +22,7 @@ class InlineExecutor(ExecutorProtocol):
             self._launched.append(self._worker.launch(step))
         if failure.error is not None:
             self._launched.append(failure.error)
+            failure.error = None
 
     def collect(self) -> StepOutput:
         """Wait for the oldest step and return its output, or raise its error."""

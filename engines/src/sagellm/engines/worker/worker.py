@@ -94,6 +94,7 @@ class Worker:
                 output = self._forward_and_sample(step)
         if failure.error is not None:
             output = StepOutput.failed(step, failure.error)
+            failure.error = None
         return lambda: output
 
     def _processor_states(self, seat: int) -> LogitsStates:
@@ -133,6 +134,7 @@ class Worker:
             output = late.finish(launched)
         if failure.error is not None:
             output = StepOutput.failed(launched.step, failure.error)
+            failure.error = None
         if launched in self._in_flight:
             self._in_flight.remove(launched)
         return output

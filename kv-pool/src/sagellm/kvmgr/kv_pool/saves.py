@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from mmap import mmap
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from sagellm.core.errors import EngineError, InvalidInputError
@@ -225,7 +226,9 @@ class _Copies:
                 page_tokens=memory.block_size,
             )
         )
-        self._data = memoryview(bytearray(num_parts * part_blocks * memory.block_bytes))
+        self._data = memoryview(
+            mmap(-1, num_parts * part_blocks * memory.block_bytes)
+        )  # zeroed as it is used
         self._under_way: deque[_Copy] = deque()
         self._outcomes: dict[Ticket, Seq[TierOutcome]] = {}
 

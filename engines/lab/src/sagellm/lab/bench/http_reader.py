@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from httptools import HttpParserError, HttpResponseParser
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from sagellm.lab.bench.records import RequestFailedError
 
@@ -30,7 +30,7 @@ class ResponseReader:
         """Return the bytes of the body in `data`. Raises RequestFailedError for malformed HTTP."""
         try:
             self._parser.feed_data(data)
-        except HttpParserError as error:
+        except (HttpParserError, HttpParserUpgrade) as error:
             raise RequestFailedError("bad_response", f"no HTTP/1.1 ({error}): {data[:40]!r}") from error
         if not self.status:
             self._num_head_bytes += len(data)
@@ -50,7 +50,7 @@ class ResponseReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header; the parser calls this and the following."""
-        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1").strip()
 
     def on_headers_complete(self) -> None:
         """Take the status, unless it is that of a response before the response, such as 100 Continue."""
