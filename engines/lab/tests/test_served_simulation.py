@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from sagellm.engines.engine_core.scheduler import Scheduler
 from sagellm.engines.requests.output_stream import OutputStream
 from sagellm.lab.simulation.served.oracle import expected_tokens, text_of
-from sagellm.lab.simulation.served.plan import Ask, draw_plan
+from sagellm.lab.simulation.served.plan import FAULTY_S, Ask, draw_plan
 from sagellm.lab.simulation.served.seeds import Failure, Totals, plan_of, run_seeds
 from sagellm.lab.simulation.served.shrink import shrink
 from sagellm.lab.simulation.served.world import run_plan
@@ -79,6 +80,17 @@ def test_a_fault_that_is_needed_stays(monkeypatch):
     assert isinstance(failure, Failure)
     kinds = [event.kind for event in failure.plan.events if not isinstance(event, Ask)]
     assert kinds == ["descriptors"]
+
+
+def test_the_longest_answer_reaches_a_slow_reader_in_time():
+    plan = plan_of(2425, [12])
+    (event,) = plan.events
+    assert isinstance(event, Ask)
+    assert (event.behaviour, len(event.prompts), event.num_choices) == ("slow", 3, 2)
+    latest = replace(event, at_s=FAULTY_S, max_tokens=24, stop=None)
+    outcome = run_plan(replace(plan, events=(latest,), client_buffer_bytes=1 << 16))
+    assert outcome.violation is None
+    assert outcome.num_answered == 1
 
 
 def test_shrinking_stops_after_so_many_runs():

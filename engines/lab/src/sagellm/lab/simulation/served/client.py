@@ -25,6 +25,8 @@ DEADLY = "engine_died_twice"
 ENDS = {"answered", "left", DEADLY}
 """How a client ends."""
 _SLOW_READ_BYTES, _PAUSE_S = 64, 0.4
+_MOST_PAUSES_S = 40.0
+"""A slow reader's pauses in one answer, in all: two such answers in turn end well within the limit."""
 _BODY_STALL_S = ServerConfig().body_stall_timeout
 
 
@@ -136,12 +138,14 @@ class Client:
 
     async def _read(self, reader: asyncio.StreamReader) -> str:
         response, answer, body, events = ResponseReader(), Answer(self.ask), b"", EventSplitter()
-        num_read = 0
+        num_read, pauses_left_s = 0, _MOST_PAUSES_S
         while not response.is_done:
             if self.ask.behaviour == "leave" and num_read >= self.ask.leaves_after_bytes:
                 return "left"
             if self.ask.behaviour == "slow":
-                await asyncio.sleep(_PAUSE_S * self._random.random())
+                pause_s = min(pauses_left_s, _PAUSE_S * self._random.random())
+                pauses_left_s -= pause_s
+                await asyncio.sleep(pause_s)
             data = await reader.read(_SLOW_READ_BYTES if self.ask.behaviour == "slow" else 1 << 16)
             num_read += len(data)
             if not data:
