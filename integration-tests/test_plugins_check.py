@@ -48,7 +48,7 @@ FAULTS = {
         "on_insert(node 1); add_candidate(node 1); remove_candidate(node 1); victim() → node 1",
     ),
     "scan": ("a decision is cheap among many leaves", "", "one victim of 10,000 leaves took ", ""),
-    "gossip": ("two policies decide without each other", "", "victim 34 was node 162 instead of node ", ""),
+    "gossip": ("two policies decide without each other", "", " instead of node ", ""),
     "hoarder": ("nodes that left are let go", "", "5000 of 5,000 nodes that left are still held", ""),
     "open": (
         "a block of another tenant salt or adapter is a miss",
