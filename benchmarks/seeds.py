@@ -30,6 +30,7 @@ import pytest
 from common import record, save
 
 from sagellm.core import PluginRegistry, Randomness, VirtualClock
+from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.core.runtime import MemoryFiles
 from sagellm.engines.cli.output import columns
 from sagellm.kvmgr.kv_pool import BuddyAllocator, FreeListAllocator, PagedKVPool
@@ -37,7 +38,6 @@ from sagellm.kvmgr.kv_pool.tiers.backend_tier import BackendTier
 from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend, NVMeBackend
 from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
-from sagellm.lab.simulation.late_kv_tier import LateKVTier
 from sagellm.lab.simulation.served.seeds import Totals, run_seeds as run_served_seeds
 from sagellm.testing import (
     AuditingEvictionPolicy,

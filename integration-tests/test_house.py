@@ -20,6 +20,7 @@ OF_CORE_ITSELF = {
     "chaos_sockets": "chaos imports it when it is on",
     "number_ranges": "decisions print their rows with it",
     "random_access": "what Files open",
+    "late_kv_tier": "the simulation and the tests of two distributions make tiers late with it",
     "plugin": "the entry point",
     "version": "the version of the protocols, which plugins state",
 }

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from io import StringIO
 from typing import Any
-
-import pytest
 
 from sagellm.core import (
     Clock,
@@ -18,17 +15,15 @@ from sagellm.core import (
     QuantizationConfig,
     QuantizerProtocol,
     SchedulerIRProtocol,
-    SchedulerPassProtocol,
     SequenceId,
     TopologyProtocol,
-    UnknownProviderError,
 )
 from sagellm.core.protocols.kv_allocator import NullKVAllocator
 from sagellm.core.protocols.kv_pool import NullKVPool
 from sagellm.core.protocols.lifetime import NullLifetimePredictor
 from sagellm.core.protocols.prefix_cache import NullPrefixCache
 from sagellm.core.protocols.quantizer import NullQuantizer
-from sagellm.core.protocols.scheduler_ir import NullSchedulerIR, NullSchedulerPass
+from sagellm.core.protocols.scheduler_ir import NullSchedulerIR
 from sagellm.core.protocols.topology import NullTopology
 from sagellm.core.protocols.trace import NullTraceReader
 from sagellm.testing import (
@@ -36,11 +31,9 @@ from sagellm.testing import (
     KVPoolContract,
     LifetimePredictorContract,
     PrefixCacheContract,
-    scheduler_pass,
 )
 from sagellm.testing.quantizer import QuantizerContract
 from sagellm.testing.scheduler import SchedulerPlanContract
-from sagellm.testing.scheduler_pass import SchedulerPassContract
 from sagellm.testing.topology import TopologyContract
 
 
@@ -105,33 +98,6 @@ class TestNullQuantizer(QuantizerContract):
 class TestNullSchedulerIR(SchedulerPlanContract):
     def make(self, **options: Any) -> SchedulerIRProtocol:
         return NullSchedulerIR(**options)
-
-
-class TestNullSchedulerPass(SchedulerPassContract):
-    def make(self) -> SchedulerPassProtocol:
-        return NullSchedulerPass()
-
-
-@pytest.fixture
-def no_scheduler_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    scheduler_pass._scheduler.cache_clear()
-    yield monkeypatch
-    scheduler_pass._scheduler.cache_clear()
-
-
-def test_a_pass_is_run_where_only_the_plugin_under_test_is_loaded(
-    no_scheduler_yet: pytest.MonkeyPatch,
-) -> None:
-    no_scheduler_yet.setenv("SAGELLM_PLUGINS_ALLOW", "acme-passes")
-    TestNullSchedulerPass().test_a_pass_decides_what_it_may_and_writes_to_nothing(0)
-
-
-def test_without_a_scheduler_the_contract_of_a_pass_says_what_to_install(
-    no_scheduler_yet: pytest.MonkeyPatch,
-) -> None:
-    no_scheduler_yet.setattr(scheduler_pass, "_SCHEDULER", "acme-scheduler")
-    with pytest.raises(UnknownProviderError, match=r"'base' runs the passes .* pip install acme-scheduler"):
-        TestNullSchedulerPass().test_a_pass_decides_what_it_may_and_writes_to_nothing(0)
 
 
 class TestNullTopology(TopologyContract):

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from sagellm.core import EngineError, KVAllocatorProtocol, RequestId, SequenceId
+from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.engines import SamplingParams
 from sagellm.engines.engine_core.compaction import Compactor
-from sagellm.lab.simulation.late_kv_tier import LateKVTier
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 _random = random.Random(5)

@@ -24,13 +24,13 @@ from sagellm.core import (
     SequenceId,
     pack,
 )
+from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.engines import EngineConfig, SamplingParams
 from sagellm.engines.assembly import build_computing_core
 from sagellm.engines.engine_core.building import CorePlan
 from sagellm.engines.engine_core.compaction import Compactor
 from sagellm.engines.modules import Modules
 from sagellm.engines.requests.queued_request import QueuedSequence
-from sagellm.lab.simulation.late_kv_tier import LateKVTier
 
 VOCAB, BLOCK_SIZE, TOKEN_BYTES = 64, 4, 32
 LAYOUT = KVLayout(

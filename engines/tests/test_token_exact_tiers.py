@@ -7,8 +7,8 @@ import random
 import pytest
 
 from sagellm.core import Namespace
+from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.engines import SamplingParams
-from sagellm.lab.simulation.late_kv_tier import LateKVTier
 from sagellm.testing.patience import PATIENCE_S, wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

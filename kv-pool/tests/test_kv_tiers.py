@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from sagellm.core import BlockError, ConfigError, OutOfMemoryError, Randomness, VirtualClock
+from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.core.protocols.kv_tier import (
     KVTierProtocol,
     NullKVTier,
@@ -21,7 +22,6 @@ from sagellm.kvmgr.kv_pool.tiers.backends import DDRBackend, HBMBackend, NVMeBac
 from sagellm.kvmgr.kv_pool.tiers.classifier import HotColdClassifier
 from sagellm.kvmgr.kv_pool.tiers.offsets import OffsetAllocator
 from sagellm.kvmgr.kv_pool.tiers.storage import TieredKVStorage
-from sagellm.lab.simulation.late_kv_tier import LateKVTier
 from sagellm.testing.kv_tier import BLOCK_BYTES, KVTierContract, get, make_data, make_header, put
 from sagellm.testing.kv_tier_model import KVTierMachine
 

@@ -22,12 +22,12 @@ from sagellm.core import (
     headers_of,
     pack,
 )
+from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.core.protocols.kv_offload import Fetch
 from sagellm.core.protocols.kv_tier import NullKVTier
 from sagellm.kvmgr.kv_pool import BackendTier, DDRBackend
 from sagellm.kvmgr.kv_pool.offload import KVOffload, tiered
 from sagellm.kvmgr.kv_pool.tiers.providers import file_tier, host_tier
-from sagellm.lab.simulation.late_kv_tier import LateKVTier
 from sagellm.testing.patience import wait_until
 
 SIZE, BLOCK_BYTES, NUM_BLOCKS = 4, 64, 32

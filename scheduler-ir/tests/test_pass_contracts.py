@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
 import pytest
 
-from sagellm.core import ConfigError, PluginRegistry, SchedulerPassProtocol, StepCost, Tenant
+from sagellm.core import (
+    ConfigError,
+    PluginRegistry,
+    SchedulerPassProtocol,
+    StepCost,
+    Tenant,
+    UnknownProviderError,
+)
+from sagellm.core.protocols.scheduler_ir import NullSchedulerPass
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
 from sagellm.kvmgr.scheduler_ir.passes import (
     AdmissionLimitPass,
@@ -22,6 +30,7 @@ from sagellm.kvmgr.scheduler_ir.passes import (
     PrefixCacheAwarePass,
     PriorityBasedPass,
 )
+from sagellm.testing import scheduler_pass
 from sagellm.testing.schedule_simulation import ScheduleSimulation
 from sagellm.testing.scheduler_pass import SchedulerPassContract
 
@@ -252,3 +261,30 @@ def test_every_request_ends_under_random_pipelines(seed: int) -> None:
         simulation.run()
     except AssertionError as error:
         raise AssertionError(f"{names}: {error}") from error
+
+
+class TestNullSchedulerPass(SchedulerPassContract):
+    def make(self):
+        return NullSchedulerPass()
+
+
+@pytest.fixture
+def no_scheduler_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    scheduler_pass._scheduler.cache_clear()
+    yield monkeypatch
+    scheduler_pass._scheduler.cache_clear()
+
+
+def test_a_pass_is_run_where_only_the_plugin_under_test_is_loaded(
+    no_scheduler_yet: pytest.MonkeyPatch,
+) -> None:
+    no_scheduler_yet.setenv("SAGELLM_PLUGINS_ALLOW", "acme-passes")
+    TestNullSchedulerPass().test_a_pass_decides_what_it_may_and_writes_to_nothing(0)
+
+
+def test_without_a_scheduler_the_contract_of_a_pass_says_what_to_install(
+    no_scheduler_yet: pytest.MonkeyPatch,
+) -> None:
+    no_scheduler_yet.setattr(scheduler_pass, "_SCHEDULER", "acme-scheduler")
+    with pytest.raises(UnknownProviderError, match=r"'base' runs the passes .* pip install acme-scheduler"):
+        TestNullSchedulerPass().test_a_pass_decides_what_it_may_and_writes_to_nothing(0)

@@ -14,7 +14,6 @@ _MOVED = {
     "sagellm.core.conformance": "sagellm.testing.conformance",
     "sagellm.core.execution_graph": "sagellm.engines.worker.execution_graph",
     "sagellm.core.graph_text": "sagellm.engines.worker.graph_text",
-    "sagellm.core.late_kv_tier": "sagellm.lab.simulation.late_kv_tier",
     "sagellm.core.metrics": "sagellm.engines.metrics",
     "sagellm.core.schedule_text": "sagellm.kvmgr.scheduler_ir.schedule_text",
     "sagellm.core.schedule_verifier": "sagellm.kvmgr.scheduler_ir.schedule_verifier",

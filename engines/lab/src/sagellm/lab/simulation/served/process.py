@@ -10,13 +10,13 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import Randomness, Runtime, VirtualClock
+from sagellm.core.late_kv_tier import LateKVTier
 from sagellm.core.protocols.engine import RequestLimits
 from sagellm.engines.assembly import build_computing_core
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_core.building import CorePlan
 from sagellm.engines.modules import Modules
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.lab.simulation.late_kv_tier import LateKVTier
 from sagellm.lab.simulation.served.network import SimSocket
 from sagellm.lab.simulation.served.oracle import LAYOUT, VOCAB, OracleBackend
 from sagellm.lab.simulation.served.plan import HANGS
