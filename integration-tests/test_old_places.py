@@ -108,3 +108,17 @@ def test_what_never_was_is_not_found():
         import_module("sagellm.engines.http.moon")
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'sagellm\.engines\.moon'"):
         import_module("sagellm.engines.moon")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "names"),
+    [
+        ("sagellm.core.chaos", "sagellm.server.chaos", "child_environment flaky_selector in_pieces notice"),
+        ("sagellm.core.logging", "sagellm.engines.logging", "JSONFormatter LEVELS configure fields is_json"),
+        ("sagellm.core.request", "sagellm.engines.engine_core.sequence", "RequestStatus"),
+    ],
+)
+def test_names_that_left_a_module_of_core_are_found_with_a_warning(old, new, names):
+    for name in names.split():
+        with pytest.warns(DeprecationWarning, match=f"{name} is {new}.{name} now"):
+            assert getattr(import_module(old), name)

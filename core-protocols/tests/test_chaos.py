@@ -13,7 +13,6 @@ from contextlib import suppress
 
 import pytest
 
-from sagellm.core import chaos as chaos_module
 from sagellm.core.chaos import (
     CHAOS,
     VARIABLE,
@@ -220,9 +219,3 @@ def test_it_loads_neither_sockets_nor_asyncio_until_it_is_on():
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("name", ["child_environment", "flaky_selector", "in_pieces", "notice"])
-def test_what_a_server_alone_uses_is_found_there_with_a_warning(name):
-    with pytest.warns(DeprecationWarning, match=f"{name} is sagellm.server.chaos.{name} now"):
-        assert callable(getattr(chaos_module, name))

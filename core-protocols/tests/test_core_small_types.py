@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.core import Namespace, logging, version
+from sagellm.core import Namespace, version
 from sagellm.core.namespace import DEFAULT
 
 
@@ -21,9 +21,3 @@ def test_a_version_and_the_one_before_are_accepted_once_there_are_stable_ones(
 ) -> None:
     monkeypatch.setattr(version, "SAGELLM_API", core)
     assert {api for api in range(-1, 8) if version.is_compatible(api)} == accepted
-
-
-@pytest.mark.parametrize("name", ["JSONFormatter", "LEVELS", "configure", "fields", "is_json"])
-def test_how_a_program_logs_is_found_in_the_engine_with_a_warning(name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{name} is sagellm.engines.logging.{name} now"):
-        assert getattr(logging, name)
