@@ -88,6 +88,10 @@ def test_devices_are_taken(device):
         ({"device": "cuda:x"}, "model.device is 'cuda:x'; it must be auto, cpu, cuda or cuda:N"),
         ({"model": ""}, "model.name (model) is ''; it must be a text that is not empty"),
         (
+            {"scheduler_passes": "[mlfq"},
+            "scheduler.passes cannot be read: its square brackets do not match",
+        ),
+        (
             {"scheduler_passes": 3},
             "scheduler.passes (scheduler_passes) cannot be read: it is 3; it must be a name, or a mapping "
             "{name: …, options: {…}}",

@@ -13,7 +13,7 @@ _SIGINT = signals.SIGINT
 class HeldInterrupts:
     """Holds back Ctrl-C in a block, at whose end KeyboardInterrupt is raised, after what the block raises.
 
-    A second Ctrl-C is raised at once, for whoever wants out of a step that hangs. It holds only Python's own
+    A second Ctrl-C is raised at once, to get out of a step that hangs. It holds only Python's own
     handler of SIGINT, which is back after the block, and only in the main thread: no other gets
     KeyboardInterrupt. Within another block it does nothing, so the outermost one raises. Takes 1 µs.
     """

@@ -303,8 +303,12 @@ class SchedulerConfig(Checked):
     def with_own_options(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Also read `order=priority,share=none` among the passes, and "none" as no pass."""
         given = super().with_own_options(values)
-        passes = given.get("passes")
-        items = split(passes) if isinstance(passes, str) else passes
+        items = given.get("passes")
+        if isinstance(items, str):
+            try:
+                items = split(items)
+            except ConfigError as error:
+                raise ConfigError(f"{cls.section}.passes cannot be read: {error}") from None
         if isinstance(items, list | tuple):
             slots = list(map(slot_of, items))
             stages = [stage for stage, _ in slots if stage]
