@@ -21,6 +21,8 @@ _MOVED = {
     "sagellm.core.testing": "sagellm.testing",
     "sagellm.core.tracing": "sagellm.engines.tracing",
     "sagellm.engines.bench": "sagellm.lab.bench",
+    "sagellm.engines.cli.figures": "sagellm.server.cli.figures",
+    "sagellm.engines.cli.variadic": "sagellm.lab.cli.variadic",
     "sagellm.engines.http": "sagellm.server.http",
     "sagellm.engines.input_processor": "sagellm.engines.requests.input_processor",
     "sagellm.engines.output_processor": "sagellm.engines.requests.output_processor",
@@ -38,6 +40,7 @@ _MOVED = {
     "sagellm.engines.simulation": "sagellm.lab.simulation",
     "sagellm.engines.text.process": "sagellm.server.text_process",
     "sagellm.engines.traces": "sagellm.lab.traces",
+    "sagellm.lab.traces.files": "sagellm.lab.files",
     "sagellm.engines.worker.overlapped_executor": "sagellm.engines.worker.inline_executor",
 }
 
