@@ -93,7 +93,14 @@ class _Column(Generic[_T]):
     def __get__(self, rows: RequestRows, owner: type) -> npt.NDArray[_T]: ...
 
     def __get__(self, rows: RequestRows | None, owner: type) -> Any:
-        return self if rows is None else rows._column(self._name)
+        if rows is None:
+            return self
+        gathered = rows._gathered if self._name in CHANGING_COLUMNS else rows._kept
+        column = gathered.get(self._name)
+        if column is None:
+            column = gathered[self._name] = rows._columns[self._name].take(rows._index)
+            column.setflags(write=False)
+        return column
 
 
 class RequestRows(Sequence[ScheduleRequest]):
@@ -210,15 +217,6 @@ class RequestRows(Sequence[ScheduleRequest]):
 
         urgency = self.priority.astype(np.int64)  # the lowest int32 has no negative
         return np.lexsort((self.arrived_time, -urgency))
-
-    def _column(self, name: str) -> Any:
-        gathered = self._gathered if name in CHANGING_COLUMNS else self._kept
-        column = gathered.get(name)
-        if column is None:
-            column = self._columns[name].take(self._index)
-            column.setflags(write=False)
-            gathered[name] = column
-        return column
 
 
 SCHEDULE_COLUMNS: Mapping[str, str] = {

@@ -102,6 +102,9 @@ class Story:
     num_preemptions: int = 0
     events: list[Any] = field(default_factory=list)
     num_forgotten: int = 0  # events
+    num_computed: int = 0  # tokens, while its prompt is computed
+    num_wanted: int = 0
+    counted_step: int = -1
     unsettled: Preempted | None = None  # it has not been admitted since
 
     @property
@@ -131,17 +134,6 @@ class Story:
             self.unsettled = None
 
 
-@dataclass(slots=True, eq=False)
-class _Prefill:
-    """A running sequence whose prompt is being computed."""
-
-    sequence: Sequence
-    story: Story
-    num_computed: int
-    num_wanted: int
-    counted_step: int = -1
-
-
 class DecisionLog:
     """Records what the scheduler decides; `explanation` tells it.
 
@@ -157,7 +149,7 @@ class DecisionLog:
         self._num_finished_events = 0
         self._num_stories = 0
         self._unplaced: list[Story] = []  # queued since passes last ordered those who wait
-        self._prefills: dict[SequenceId, _Prefill] = {}
+        self._prefills: dict[SequenceId, tuple[Sequence, Story]] = {}
         self.changes = deque([Change(-1, 0, [])])  # the last one still holds
         self._change_bytes = _CHANGE_BYTES
         self.forgotten_ns = 0  # changes that held until then are forgotten
@@ -243,7 +235,8 @@ class DecisionLog:
                 num_cached,
             )
         )
-        self._prefills[sequence.sequence_id] = _Prefill(sequence, story, num_cached, num_tokens)
+        story.num_computed, story.num_wanted = num_cached, num_tokens
+        self._prefills[sequence.sequence_id] = sequence, story
 
     def finished(self, sequence: Sequence, status: RequestStatus) -> None:
         """Record that a sequence ends, before its blocks are freed. Idempotent."""
@@ -251,7 +244,7 @@ class DecisionLog:
         if story is None:
             return
         if (prefill := self._prefills.get(sequence.sequence_id)) is not None:
-            self._count_part(prefill)
+            self._count_part(*prefill)
             self._prefills.pop(sequence.sequence_id, None)
         if sequence.seat is None and story in self._unplaced:
             self._unplaced.remove(story)
@@ -353,23 +346,22 @@ class DecisionLog:
 
     def _count_parts(self) -> None:
         for prefill in list(self._prefills.values()):
-            self._count_part(prefill)
+            self._count_part(*prefill)
         self._without_blocks.clear()
 
-    def _count_part(self, prefill: _Prefill) -> None:
+    def _count_part(self, sequence: Sequence, story: Story) -> None:
         """Record how much of a prompt the last step computed, and what ended that part."""
-        sequence, story = prefill.sequence, prefill.story
         seat = sequence.seat
         if seat is None:
             return  # it left its seat between two steps
         done = int(self._seats.num_computed[seat])
-        num_tokens, prefill.num_computed = done - prefill.num_computed, done
-        is_over = done >= prefill.num_wanted
+        num_tokens, story.num_computed = done - story.num_computed, done
+        is_over = done >= story.num_wanted
         if is_over:
             del self._prefills[sequence.sequence_id]
-        if num_tokens < 0 or (num_tokens == 0 and prefill.counted_step == self.step):
+        if num_tokens < 0 or (num_tokens == 0 and story.counted_step == self.step):
             return  # the step failed, or has been counted
-        prefill.counted_step = self.step
+        story.counted_step = self.step
         capped_by, made_by, value = (None, "", None) if is_over else self._cap_of(sequence, num_tokens)
         last = story.events[-1]
         is_same = isinstance(last, Computed) and (last.capped_by, last.made_by) == (capped_by, made_by)

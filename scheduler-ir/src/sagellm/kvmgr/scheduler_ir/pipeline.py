@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from sagellm.core.checks import require_object
-from sagellm.core.errors import EngineError, PassError
+from sagellm.core.errors import PassError
 from sagellm.core.logging import get_logger
 from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.scheduler_ir import (
@@ -18,7 +18,7 @@ from sagellm.core.protocols.scheduler_ir import (
     SchedulerPassProtocol,
 )
 from sagellm.core.runtime import Clock, SystemClock
-from sagellm.kvmgr.scheduler_ir.schedule_verifier import verify_rewrite
+from sagellm.kvmgr.scheduler_ir.schedule_verifier import BrokenRuleError, verify_rewrite
 
 _logger = get_logger(__name__)
 
@@ -45,8 +45,8 @@ class PassPipeline:
         require_object("optimization_pass", optimization_pass, SchedulerPassProtocol, "scheduler_pass")
         with contained() as failure:
             state = optimization_pass.start()
-        if (error := failure.error) is not None:
-            raise _failure(optimization_pass, error) from error
+        if failure.error is not None:
+            _raise_failure(optimization_pass, failure.error)
         self._append((optimization_pass, state, PassMetrics(name=optimization_pass.name)))
 
     def replaced_by(self, passes: Sequence[SchedulerPassProtocol]) -> PassPipeline:
@@ -94,26 +94,32 @@ class PassPipeline:
         if not self._entries:
             return ir
         started_ns = self._now_ns()
-        for optimization_pass, state, metrics in self._entries:
-            before = ir.with_state(state)
-            ir = apply_pass(optimization_pass, before)
-            ended_ns = self._now_ns()
-            metrics.num_runs += 1
-            if ir is not before:
-                metrics.num_decisions += len(ir.decisions) - len(before.decisions)
-            metrics.total_ns += ended_ns - started_ns
-            started_ns = ended_ns
-            for watcher in self._watchers:
-                watcher(metrics.name, before, ir)
+        effects = []
+        with contained() as failure:  # once for all: it takes as long as a pass that decides nothing
+            for optimization_pass, state, metrics in self._entries:
+                before = ir.with_state(state)
+                ir = verify_rewrite(metrics.name, before, optimization_pass.run(before))
+                ended_ns = self._now_ns()
+                metrics.num_runs += 1
+                if ir is not before:
+                    metrics.num_decisions += len(ir.decisions) - len(before.decisions)
+                metrics.total_ns += ended_ns - started_ns
+                started_ns = ended_ns
+                effects.append((metrics.name, before, ir))
+        for watcher in self._watchers:
+            for effect in effects:
+                watcher(*effect)
+        if failure.error is not None:
+            _raise_failure(optimization_pass, failure.error)
         return ir
 
     def observe(self, plan: SchedulePlan) -> None:
         """Tell the passes what will be computed. Raises PassError for one that fails."""
-        for optimization_pass, state in self._observers:
-            with contained() as failure:
+        with contained() as failure:
+            for optimization_pass, state in self._observers:
                 optimization_pass.observe(plan, state)
-            if (error := failure.error) is not None:
-                raise _failure(optimization_pass, error) from error
+        if failure.error is not None:
+            _raise_failure(optimization_pass, failure.error)
 
     def metrics(self) -> list[PassMetrics]:
         """Return a copy of the counts of each pass, in their order."""
@@ -128,15 +134,13 @@ def apply_pass(optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> Sche
     with contained() as failure:
         if ir.state is None and (state := optimization_pass.start()) is not None:
             ir = ir.with_state(state)
-        rewritten = optimization_pass.run(ir)
-    if (error := failure.error) is not None:
-        raise _failure(optimization_pass, error) from error
-    try:
-        return verify_rewrite(optimization_pass.name, ir, rewritten)
-    except EngineError as error:
+        return verify_rewrite(optimization_pass.name, ir, optimization_pass.run(ir))
+    assert failure.error is not None, "it has not returned"
+    _raise_failure(optimization_pass, failure.error)
+
+
+def _raise_failure(optimization_pass: SchedulerPassProtocol, error: BaseException) -> NoReturn:
+    if isinstance(error, BrokenRuleError):
         raise PassError(str(error), optimization_pass) from None
-
-
-def _failure(optimization_pass: SchedulerPassProtocol, error: BaseException) -> PassError:
     text = f"scheduler pass {optimization_pass.name!r} failed: {type(error).__name__}: {error}"
-    return PassError(text, optimization_pass)
+    raise PassError(text, optimization_pass) from error

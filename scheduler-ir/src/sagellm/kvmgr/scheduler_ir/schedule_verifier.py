@@ -20,6 +20,10 @@ from sagellm.core.protocols.scheduler_ir import (
 )
 
 
+class BrokenRuleError(EngineError):
+    """A scheduler pass broke a rule, and how."""
+
+
 class _BrokenRule(Exception):
     """Says which rule a pass broke, and how."""
 
@@ -30,8 +34,8 @@ class _BrokenRule(Exception):
 def verify_rewrite(name: str, before: ScheduleIR, after: object) -> ScheduleIR:
     """Return `before` with the new decisions of `after`, signed by the pass called `name`.
 
-    Every scheduler runs it after every pass. Raises EngineError with the names of the pass and of the
-    rule that it broke. O(rows decided on).
+    Every scheduler runs it after every pass. Raises BrokenRuleError with the names of the pass and of
+    the rule that it broke. O(rows decided on).
     """
     if after is before:
         return before
@@ -43,7 +47,7 @@ def verify_rewrite(name: str, before: ScheduleIR, after: object) -> ScheduleIR:
             _check(decision, before)
         _check_unchanged(before, after, new)
     except _BrokenRule as broken:
-        raise EngineError(f"scheduler pass {name!r} {broken}") from None
+        raise BrokenRuleError(f"scheduler pass {name!r} {broken}") from None
     if not new:
         return before
     signed = tuple(replace(decision, made_by=name) for decision in new)
