@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import compress
+from operator import is_
 
 import numpy as np
 import numpy.typing as npt
@@ -53,15 +55,18 @@ class WaitingRows:
 
     def remove(self, *sequences: Sequence) -> None:
         """Remove sequences."""
-        is_kept = np.ones(len(self._sequences), np.bool_)
         for sequence in sequences:
-            is_kept[self._sequences.index(sequence)] = False
             row = self._row_of.pop(sequence.sequence_id)
             self._by_row[row] = None
             self._free.append(row)
-        for place in np.flatnonzero(~is_kept)[::-1].tolist():
-            del self._sequences[place]
-        self._order = self._order[is_kept]
+        if all(map(is_, self._sequences, sequences)):  # the first ones, as most often
+            del self._sequences[: len(sequences)]
+            self._order = self._order[len(sequences) :]
+        else:
+            is_kept = np.ones(len(self._sequences), np.bool_)
+            is_kept[[self._sequences.index(sequence) for sequence in sequences]] = False
+            self._sequences = list(compress(self._sequences, is_kept.tolist()))
+            self._order = self._order[is_kept]
         self._rows = None
 
     def rows(self) -> RequestRows:

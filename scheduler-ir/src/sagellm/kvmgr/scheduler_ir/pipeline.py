@@ -105,7 +105,8 @@ class PassPipeline:
                     metrics.num_decisions += len(ir.decisions) - len(before.decisions)
                 metrics.total_ns += ended_ns - started_ns
                 started_ns = ended_ns
-                effects.append((metrics.name, before, ir))
+                if self._watchers:
+                    effects.append((metrics.name, before, ir))
         for watcher in self._watchers:
             for effect in effects:
                 watcher(*effect)
