@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sagellm.core import InvalidInputError, KVGroup, KVLayout, StepCost, StepInput, StepWork
-from sagellm.core.protocols.step import CopyBlocks, ReadBlocks, Runs, Scored, WriteBlocks
+from sagellm.core.protocols.step import BufferId, CopyBlocks, ReadBlocks, Runs, Scored, WriteBlocks
 from sagellm.engines.worker.execution_graph import ExecutionGraph, GraphNode, lower_step
 from sagellm.engines.worker.graph_text import GraphShapes, graph_to_text
 
@@ -18,7 +18,7 @@ LAYOUT = KVLayout(
     group=KVGroup(layer_ids=(0, 1), num_kv_heads=2, head_dim=16, dtype="float32"), block_size=16
 )
 COST = StepCost(base_ns=1e6, token_ns=2e5, kv_token_ns=1e3, pair_ns=10)
-BUFFER = memoryview(b"")
+BUFFER = BufferId(0)
 
 
 def ints(*values):

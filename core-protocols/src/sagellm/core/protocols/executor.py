@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from sagellm.core.errors import EngineError
-from sagellm.core.protocols.step import StepInput, StepOutput
+from sagellm.core.protocols.step import StepInput, StepOutput, TokenMasks
 
 
 class StepWorker(Protocol):
@@ -26,7 +26,12 @@ class StepWorker(Protocol):
 
         The functions are called once each, in the order of the steps; the next step may be begun before. A
         worker whose device is this process's CPU computes the step at once. Failures are as in `compute`.
+        A step with `late_masks` is begun like any other; its masked rows are drawn in `add_masks`.
         """
+        ...
+
+    def add_masks(self, step: int, masks: TokenMasks) -> None:
+        """Draw the rows of a launched step that waited for these masks."""
         ...
 
 
@@ -43,6 +48,13 @@ class ExecutorProtocol(ABC):
     @abstractmethod
     def submit(self, step: StepInput) -> None:
         """Begin a step. A failure in it is reported by `collect`."""
+
+    def submit_masks(self, step: int, masks: TokenMasks) -> None:
+        """Give the masks that follow a submitted step: once, after the step before it is collected.
+
+        Called only if `depth` is 1. By default it raises EngineError.
+        """
+        raise EngineError(f"{type(self).__name__} takes no masks after a step; use one of depth 0")
 
     @abstractmethod
     def collect(self) -> StepOutput:

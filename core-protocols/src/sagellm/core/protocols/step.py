@@ -27,6 +27,35 @@ Seat = NewType("Seat", int)
 """Where a running sequence sits: its row in the tables of the core and of every worker."""
 
 
+BufferId = NewType("BufferId", int)
+"""Host memory that a step reads or writes, by its number in `HostBuffers`: a socket takes no memory."""
+
+
+class HostBuffers:
+    """Host memory that the core lends to the steps in flight. One thread lends and takes back."""
+
+    def __init__(self) -> None:
+        self._views: dict[BufferId, memoryview] = {}
+        self._num_lent = 0
+
+    def lend(self, views: Sequence[memoryview]) -> list[BufferId]:
+        """Number memory that stays valid until it is taken back."""
+        first = self._num_lent
+        self._num_lent += len(views)
+        lent = [BufferId(number) for number in range(first, self._num_lent)]
+        self._views.update(zip(lent, views, strict=True))
+        return lent
+
+    def views(self, lent: Sequence[BufferId]) -> list[memoryview]:
+        """Return the memory of these numbers."""
+        return [self._views[buffer] for buffer in lent]
+
+    def take_back(self, lent: Sequence[BufferId]) -> None:
+        """Forget these numbers."""
+        for buffer in lent:
+            del self._views[buffer]
+
+
 class SeatArrival(NamedTuple):
     """A sequence that takes a seat, with everything that a worker needs to know about it.
 
@@ -68,7 +97,7 @@ class ReadBlocks:
     """Copy the KV of blocks to host memory, `KVLayout.block_bytes` each."""
 
     block_ids: Sequence[BlockId]
-    into: Sequence[memoryview]
+    into: Sequence[BufferId]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +105,7 @@ class WriteBlocks:
     """Copy what `ReadBlocks` returned into blocks."""
 
     block_ids: Sequence[BlockId]
-    data: Sequence[memoryview]
+    data: Sequence[BufferId]
 
 
 KVOp = CopyBlocks | ReadBlocks | WriteBlocks
@@ -93,6 +122,19 @@ class Runs:
         """Return the tokens of each row."""
         ids = iter(self.ids.tolist())
         return [list(islice(ids, count)) for count in self.counts.tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens may be drawn at some of a step's sampled positions.
+
+    The sampled positions of a step are numbered row by row: a sampled row has one more than it has drafts,
+    the last token known first. Bit `t % 32` of word `t // 32` says whether token `t` is allowed; bits beyond
+    the vocabulary are not read.
+    """
+
+    positions: Ints  # (masks,) rising
+    words: npt.NDArray[np.uint32]  # (masks, ceil(vocab_size / 32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +157,12 @@ class StepInput:
     those it sampled itself, and `drafts`, which follow the last token known.
 
     `is_sampled` names the rows that reach the last token known: from its logits, and those of each draft,
-    a token is drawn. KV writes are idempotent, and random numbers are keyed by seed and position, so
-    rows may be submitted again.
+    a token is drawn. A draft is accepted if and only if it is the token drawn in its place, with that
+    position's own random number, so that the output is the same without drafts. The core chooses drafts,
+    counts them in `num_new` and has reserved blocks for them.
+
+    KV writes are idempotent, and random numbers are keyed by seed and position, so rows may be submitted
+    again.
     """
 
     step: int
@@ -129,6 +175,8 @@ class StepInput:
     new_blocks: BlockUpdates | None = None
     kv_ops: Sequence[KVOp] = ()
     drafts: Runs | None = None  # of the rows; None: none anywhere
+    masks: TokenMasks | None = None  # None: none, or they follow
+    late_masks: npt.NDArray[np.bool_] | None = None  # (rows,) whose masks follow: they need a token in flight
     scored: Sequence[Scored] = ()
 
     @property

@@ -17,6 +17,7 @@ from sagellm.core import (
     SchedulerIRProtocol,
     StepCostMetrics,
 )
+from sagellm.core.protocols.step import HostBuffers
 from sagellm.engines.attention.progress_hook import ProgressHook
 from sagellm.engines.engine_core.batching import BatchingMeter
 from sagellm.engines.engine_core.core import CoreParts, EngineCore
@@ -60,6 +61,7 @@ class CorePlan:
     predictor: LifetimePredictorProtocol | None = None
     make_offload: Callable[[KVMemory], KVOffloadProtocol] | None = None
     cost_fit: StepCostFit = field(default_factory=StepCostFit)
+    buffers: HostBuffers = field(default_factory=HostBuffers)
 
     @property
     def step_target_ms(self) -> float:
@@ -76,7 +78,9 @@ def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None
     config = modules.config
     seats = Seats(config.scheduler.max_num_seqs, block_size=plan.layout.block_size)
     label = modules.label("executor", config.forward.executor.name)
-    steps = StepRunner(executor, seats, runtime.clock, label=label, vocab_size=plan.vocab_size)
+    steps = StepRunner(
+        executor, seats, runtime.clock, label=label, vocab_size=plan.vocab_size, buffers=plan.buffers
+    )
     memory, kv = _build_kv(plan, seats, steps)
     ir, passes, scheduler, batching = _build_scheduler(plan, kv.manager)
     return EngineCore(

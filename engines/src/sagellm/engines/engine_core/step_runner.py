@@ -14,6 +14,7 @@ from sagellm.core import BlockId, Clock, ExecutorProtocol, StepInput, StepOutput
 from sagellm.core.protocols.engine import PromptScores, SampledToken
 from sagellm.core.protocols.step import (
     CopyBlocks,
+    HostBuffers,
     KVOp,
     ReadBlocks,
     Runs,
@@ -79,11 +80,19 @@ class StepRunner:
     """
 
     def __init__(
-        self, executor: ExecutorProtocol, seats: Seats, clock: Clock, *, label: str, vocab_size: int
+        self,
+        executor: ExecutorProtocol,
+        seats: Seats,
+        clock: Clock,
+        *,
+        label: str,
+        vocab_size: int,
+        buffers: HostBuffers | None = None,
     ) -> None:
-        """Create a runner. `label` is how errors name the executor."""
+        """Create a runner. `label` is how errors name the executor; the workers know the same buffers."""
         self._executor = executor
         self._label, self._vocab_size = label, vocab_size
+        self._buffers = HostBuffers() if buffers is None else buffers
         self._seats = seats
         self._clock = clock
         self._flights: deque[_Flight] = deque()
@@ -164,11 +173,19 @@ class StepRunner:
 
     def read_blocks(self, block_ids: Seq[BlockId], into: Seq[memoryview]) -> None:
         """Copy the KV of blocks to host memory."""
-        self.carry_out([ReadBlocks(block_ids, into)])
+        lent = self._buffers.lend(into)
+        try:
+            self.carry_out([ReadBlocks(block_ids, lent)])
+        finally:
+            self._buffers.take_back(lent)
 
     def write_blocks(self, block_ids: Seq[BlockId], data: Seq[memoryview]) -> None:
         """Write data from `read_blocks` into blocks."""
-        self.carry_out([WriteBlocks(block_ids, data)])
+        lent = self._buffers.lend(data)
+        try:
+            self.carry_out([WriteBlocks(block_ids, lent)])
+        finally:
+            self._buffers.take_back(lent)
 
     def collect(self, num_left: int) -> Iterator[StepResult]:
         """Collect steps until only `num_left` are in flight; yield their results.

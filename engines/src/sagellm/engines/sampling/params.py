@@ -10,6 +10,7 @@ from typing import Any
 from sagellm.core.errors import InvalidRequestError, nearest
 from sagellm.engines.sampling import checks
 from sagellm.engines.sampling.checks import MAX_LOGPROBS as MAX_LOGPROBS, MAX_N as MAX_N, Parameter
+from sagellm.engines.sampling.structured_outputs import StructuredOutputs
 from sagellm.engines.sampling.vllm_parameters import without_vllm_parameters
 
 GREEDY_BELOW = 1e-5
@@ -52,6 +53,7 @@ class SamplingParams:
     `bad_words_token_ids` are the same as token ids: the engine fills them in from `bad_words`, and they can
     be given directly without a tokenizer. `extra_args` are arguments of third-party logits processors; only
     those that an active one declares are accepted.
+    `structured_outputs` says what the text must match; a mapping of its fields is one too.
 
     Raises InvalidRequestError for values out of range, of the wrong type or not finite.
     """
@@ -119,6 +121,7 @@ class SamplingParams:
     extra_args: Mapping[str, Any] | None = _flag(
         None, "arguments of logits processors, as in '{no_repeat_ngram_size: 3}'", dict
     )  # kept as a dict
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None  # kept as the former
     logprobs: int | None = _integer(
         None,
         "report log-probabilities of this many tokens (--json shows them)",
@@ -141,6 +144,8 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         self._set("top_k", max(self.top_k, 0))
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._check_lists()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(

@@ -8,7 +8,7 @@ from typing import Any
 from sagellm.core.errors import InvalidRequestError
 from sagellm.engines.config.vllm_names import VLLMSetting
 
-_GRAMMAR = "structured output is not supported; leave it out"
+_GRAMMAR = "give structured_outputs={'json': …}, or regex, choice, grammar, structural_tag"
 _BEAMS = "there is no beam search among sampling parameters; call LLMEngine.beam_search"
 _NO_EFFECT = "leave it out"
 
@@ -42,7 +42,6 @@ VLLM_PARAMETERS: Mapping[str, VLLMSetting] = {
         (None, True), "the tokenizer's own decoder decides about spaces; leave it out"
     ),
     "stream_interval": VLLMSetting((None, 1), "each step yields its tokens; leave it out"),
-    "structured_outputs": VLLMSetting((None,), _GRAMMAR),
     "thinking_token_budget": VLLMSetting((None, -1), "there is no reasoning parser; leave it out"),
     "trace_decode_token_ids": VLLMSetting((None,), "output cannot be dictated; leave it out"),
     "truncate_prompt_tokens": VLLMSetting((None,), "shorten the prompt"),

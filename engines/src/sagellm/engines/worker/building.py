@@ -38,4 +38,4 @@ def build_worker(
     )
     state = SeatState(config.scheduler.max_num_seqs, block_size=layout.block_size)
     graphs = StepGraphs(state, layout, trace=plan.trace, cost=lambda: plan.cost_fit.cost)
-    return Worker(runner, sampler, state, graphs=graphs, around=around_step, draw=draw)
+    return Worker(runner, sampler, state, graphs=graphs, around=around_step, draw=draw, buffers=plan.buffers)

@@ -15,7 +15,7 @@ import torch
 from sagellm.core import EMPTY, LogitsRequest, StepInput, StepOutput
 from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.engine import PromptScores, SampledToken
-from sagellm.core.protocols.step import CopyBlocks, KVOp, ReadBlocks, Runs, SeatArrival
+from sagellm.core.protocols.step import CopyBlocks, HostBuffers, KVOp, ReadBlocks, Runs, SeatArrival
 from sagellm.engines.sampling.draws import Draw, HostDraw
 from sagellm.engines.sampling.rows import LogitsStates, SamplingRow
 from sagellm.engines.sampling.sampler import Sampler
@@ -49,7 +49,7 @@ class Worker:
     all tokens on the host. A draw on the host is made as part of the step.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         runner: ModelRunner,
         sampler: Sampler,
@@ -58,8 +58,10 @@ class Worker:
         graphs: StepGraphs | None = None,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
         draw: Draw | None = None,
+        buffers: HostBuffers | None = None,
     ) -> None:
         self.runner, self.sampler, self._state = runner, sampler, state
+        self._buffers = HostBuffers() if buffers is None else buffers
         self._seat_draws = SeatDraws(state, self._processor_states)
         self._host_draw = draw if isinstance(draw, HostDraw) else None
         self._late: LateTokens | None = None
@@ -149,9 +151,9 @@ class Worker:
         if isinstance(operation, CopyBlocks):
             backend.copy_blocks(operation.pairs)
         elif isinstance(operation, ReadBlocks):
-            backend.read_blocks(operation.block_ids, operation.into)
+            backend.read_blocks(operation.block_ids, self._buffers.views(operation.into))
         else:
-            backend.write_blocks(operation.block_ids, operation.data)
+            backend.write_blocks(operation.block_ids, self._buffers.views(operation.data))
 
     def _forward_and_sample(self, step: StepInput) -> StepOutput:
         draws = self._draws(step)
