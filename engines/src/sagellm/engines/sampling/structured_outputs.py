@@ -61,8 +61,9 @@ class StructuredOutputs:
         known = [each.name for each in fields(cls)]
         for name in value:
             if name not in known:
+                hint = nearest(str(name), known)
                 raise InvalidRequestError(
-                    f"structured_outputs has no {name!r}; it has {', '.join(known)}.{nearest(str(name), known)}"
+                    f"structured_outputs has no {name!r}; it has {', '.join(known)}.{hint}"
                 )
         return cls(**value)
 
