@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,31 +121,28 @@ def all_blocks_are_back(engine: LLMEngine) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["Python", "numpy", "torch"])
-@pytest.mark.parametrize("stage", ["prepare_inputs", "execute_model", "sample"])
+@pytest.mark.parametrize("stage", ["prepare_inputs", "execute_model", "draw"])
 def test_a_request_without_memory_ends_alone(
     checkpoint: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, kind: str, stage: str
 ) -> None:
     engine = make(checkpoint)
     core = engine.client.core  # type: ignore[attr-defined]
-    owner = core.parts.worker.sampler if stage == "sample" else core.runner
-    original = getattr(owner, stage)
+    worker = core.parts.worker
+    owner, name = (worker._tokens, "launch") if stage == "draw" else (core.runner, stage)
+    original = getattr(owner, name)
 
     def is_heavy(*arguments: Any) -> bool:
-        if stage == "prepare_inputs":
-            step, state, _ = arguments
-            return bool((state.tokens[step.seats, 0] == HEAVY).any())
         if stage == "execute_model":
             return HEAVY in arguments[0].input_ids
-        return any(row.seed == HEAVY for row in arguments[1])
+        return bool((worker._state.tokens[arguments[0].seats, 0] == HEAVY).any())
 
     def call(*arguments: Any) -> Any:
         if is_heavy(*arguments):
             no_memory(kind)
         return original(*arguments)
 
-    monkeypatch.setattr(owner, stage, call)
-    params = [GREEDY] * len(PROMPTS) + [replace(GREEDY, seed=HEAVY, logprobs=0)]  # the sampler reports these
-    *outputs, heavy = engine.generate([*PROMPTS, [HEAVY] * 30], params)
+    monkeypatch.setattr(owner, name, call)
+    *outputs, heavy = engine.generate([*PROMPTS, [HEAVY] * 30], GREEDY)
     assert heavy.outputs[0].finish_reason == "error"
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert all_blocks_are_back(engine)

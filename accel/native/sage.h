@@ -97,6 +97,12 @@ typedef struct {
   double uniform;        // a number in [0, 1) that chooses the token, unless it has a key
 } SageDrawSettings;
 
+// Multiplies a negative logit by the factor and divides another by it, then adds to it; -infinity forbids the token.
+typedef struct {
+  int32_t token;
+  float factor, addend;
+} SageEdit;
+
 typedef struct {
   int64_t num_rows, vocab;
   const float* logits;               // (rows, vocab)
@@ -104,6 +110,20 @@ typedef struct {
   const uint64_t *keys, *positions;  // (rows) whose numbers are taken, as of sage::uniform; null: those of the settings
   int64_t* tokens;                   // (rows); -1: a logit is NaN or infinite, or all are -infinity
   unsigned char* scratch;            // 64-byte aligned, for as many threads
+  // What only some rows ask for. Each may be null: no row does.
+  const int32_t* places;             // (rows) which row of the logits each draws from; null: one after the other
+  const float* replaced;             // (any, vocab) logits to draw from instead
+  const int32_t* replaced_rows;      // (rows) which of those; -1: none
+  const uint32_t* masks;             // (any, (vocab + 31) / 32); bit t: token t may be drawn
+  const int32_t* mask_rows;          // (rows) which of those; -1: none
+  const SageEdit* edits;             // of all rows, made one after the other
+  const int64_t* edit_offsets;       // (rows + 1) where each row's begin
+  // Log-probabilities of the logits as they were given: the token's, its rank (how many are at least as likely),
+  // those of the likeliest tokens, best first and equal ones by id, and their ids. NaN and zeros if the row is not
+  // a distribution.
+  const int32_t* num_top;            // (rows) how many of the likeliest; -1: no log-probabilities
+  double* logprobs;                  // (rows, 2 + 2 * most_top)
+  int64_t most_top;
   int32_t num_threads;
 } SageDraw;
 

@@ -57,6 +57,10 @@ struct Row {
   const float* next_logits;  // of the row that the same members read after this one; their own if there is none
   int64_t vocab;
   SageDrawSettings settings;
+  const float* given;          // `logits`, or what they are made from
+  const uint32_t* mask;        // null: all tokens may be drawn
+  const SageEdit *edits, *edits_end;
+  float* changed;              // room for changed logits
 
   float* maxima;                // of each block
   // For each stretch: the weight of what is at least each edge and, last, of all that top-k and min-p keep.
@@ -101,6 +105,7 @@ int64_t place(unsigned char* at, int64_t vocab) {
   Row* row = memory.take<Row>(1);
   Row parts{};
   parts.vocab = vocab;
+  parts.changed = memory.take<float>(entries);
   parts.maxima = memory.take<float>(num_blocks_of(vocab));
   for (double*& sums : parts.sums) sums = memory.take<double>(num_stretches_of(vocab));
   parts.open_logits = memory.take<float>(entries);
@@ -163,6 +168,7 @@ class Choice {
 
   // Returns the token to rank 0, and 0 to others.
   int64_t run() {
+    if (row_.logits == row_.changed) change();
     team_.share(num_blocks_, kGrain, [&](int64_t begin, int64_t end) { find_maxima(begin, end); });
     int64_t token = 0;
     alone([&] { token = begin(); });
@@ -174,6 +180,32 @@ class Choice {
     return token;
   }
 
+  // Writes log-probabilities of the given logits: what SageDraw says of a row's.
+  void report(int64_t token, int64_t num_top, double* out, int64_t most_top) {
+    if (row_.logits != row_.given) {
+      row_.logits = row_.given;
+      find_maxima(0, num_blocks_);
+    }
+    std::fill_n(out, 2 + 2 * most_top, 0.0);
+    out[0] = NAN;
+    row_.largest = -kInfinity;
+    for (int64_t b = 0; b < num_blocks_; b++) {
+      if (std::isnan(row_.maxima[b])) return;
+      row_.largest = std::max(row_.largest, row_.maxima[b]);
+    }
+    if (!std::isfinite(row_.largest) || token < 0) return;
+    const Totals totals = add_up(row_.logits[token]);
+    const double partition = row_.largest + std::log(totals.weight);
+    out[0] = row_.logits[token] - partition;
+    out[1] = static_cast<double>(totals.num_reaching);
+    find_top(std::min(num_top, row_.vocab));
+    for (int64_t i = 0; i < std::min(num_top, row_.vocab); i++) {
+      const int32_t id = row_.border_places[i];
+      out[2 + i] = row_.logits[id] - partition;
+      out[2 + most_top + i] = id;
+    }
+  }
+
  private:
   static constexpr int64_t kGrain = 32;
   static constexpr int kBins = 1024;
@@ -182,6 +214,80 @@ class Choice {
   void alone(const Body& body) {
     if (team_.rank() == 0) body();
     team_.barrier();
+  }
+
+  // Makes the changed logits.
+  void change() {
+    team_.share(num_blocks_, kGrain, [&](int64_t begin, int64_t end) { copy_allowed(begin, end); });
+    alone([&] {
+      for (const SageEdit* edit = row_.edits; edit != row_.edits_end; edit++) {
+        if (edit->token < 0 || edit->token >= row_.vocab) continue;
+        float& logit = row_.changed[edit->token];
+        if (edit->addend == -kInfinity) {
+          logit = -kInfinity;
+          continue;
+        }
+        if (edit->factor != 1) logit = logit < 0 ? logit * edit->factor : logit / edit->factor;
+        logit += edit->addend;
+      }
+    });
+  }
+
+  void copy_allowed(int64_t begin_block, int64_t end_block) {
+    const int64_t begin = begin_block * kBlock, end = std::min(end_block * kBlock, row_.vocab);
+    if (row_.mask == nullptr) {
+      std::copy(row_.given + begin, row_.given + end, row_.changed + begin);
+      return;
+    }
+    const Vec forbidden = all(-kInfinity);
+    for (int64_t i = begin; i < end; i += kLanes) {
+      const Mask allowed = lanes_of(row_.mask[i / 32] >> (i % 32));
+      const Vec logits = end - i >= kLanes ? load(row_.given + i) : load(row_.given + i, end - i);
+      store(row_.changed + i, pick(allowed, logits, forbidden));  // there is room for whole lanes
+    }
+  }
+
+  struct Totals {
+    double weight;         // of all tokens, where the largest logit's is 1
+    int64_t num_reaching;  // a logit
+  };
+
+  Totals add_up(float logit) const {
+    alignas(64) float padded[kStretch];
+    Totals totals = {0, 0};
+    DoubleSum sum;
+    const Vec scale = all(static_cast<float>(kBinaryLog)), deepest = all(static_cast<float>(kDeepest));
+    for (int64_t stretch = 0; stretch < num_stretches_; stretch++) {
+      const float* x = logits_from(stretch * kStretch, kStretch, padded);
+      for (int64_t i = 0; i < kStretch; i += kLanes) {
+        const Vec logits = load(x + i);
+        const Vec exponent = mul(sub(logits, all(row_.largest)), scale);
+        sum.add(only(at_least(exponent, deepest), power(max(exponent, deepest))));
+        totals.num_reaching += count(at_least(logits, all(logit)));
+      }
+    }
+    totals.weight = sum.total();
+    if (logit == -kInfinity) totals.num_reaching = row_.vocab;  // without what is behind the last token
+    return totals;
+  }
+
+  // Puts the ids of the largest logits first among the places, best first and equal ones by id.
+  void find_top(int64_t num_top) {
+    if (num_top == 0) return;
+    const float border = kth_largest(num_top);
+    int32_t* end = row_.border_places;
+    alignas(64) float padded[kBlock];
+    for (int64_t block = 0; block < num_blocks_; block++) {
+      if (row_.maxima[block] < border) continue;
+      const float* x = logits_from(block * kBlock, kBlock, padded);
+      const int64_t size = std::min(kBlock, row_.vocab - block * kBlock);
+      for (int64_t i = 0; i < size; i++)
+        if (x[i] >= border) *end++ = static_cast<int32_t>(block * kBlock + i);
+    }
+    const float* logits = row_.logits;
+    std::partial_sort(row_.border_places, row_.border_places + num_top, end, [&](int32_t a, int32_t b) {
+      return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+    });
   }
 
   // Logits from `begin` on; the row's last ones in `padded`, followed by -inf, if there are fewer than `size`.
@@ -504,17 +610,39 @@ class Choice {
   const int64_t num_blocks_, num_stretches_;
 };
 
+const float* logits_of(const SageDraw& draw, int64_t index) {
+  return draw.logits + (draw.places == nullptr ? index : draw.places[index]) * draw.vocab;
+}
+
 // Returns the token to rank 0. The same members choose up to the row `end`.
 void choose(Team& team, const SageDraw& draw, int64_t index, int64_t end, Row& row) {
   if (team.rank() == 0) {
-    row.logits = draw.logits + index * draw.vocab;
-    row.next_logits = index + 1 < end ? row.logits + draw.vocab : row.logits;
+    const float* given = logits_of(draw, index);
+    row.given = given;
+    row.mask = nullptr;
+    row.edits = row.edits_end = nullptr;
+    if (draw.mask_rows != nullptr && draw.mask_rows[index] >= 0)
+      row.mask = draw.masks + draw.mask_rows[index] * ((draw.vocab + 31) / 32);
+    if (draw.edit_offsets != nullptr) {
+      row.edits = draw.edits + draw.edit_offsets[index];
+      row.edits_end = draw.edits + draw.edit_offsets[index + 1];
+    }
+    const float* drawn_from = given;
+    if (draw.replaced_rows != nullptr && draw.replaced_rows[index] >= 0)
+      row.given = drawn_from = draw.replaced + draw.replaced_rows[index] * draw.vocab;
+    row.logits = row.mask != nullptr || row.edits != row.edits_end ? row.changed : drawn_from;
+    row.next_logits = index + 1 < end ? logits_of(draw, index + 1) : given;
     row.settings = draw.settings[index];
     if (draw.keys != nullptr) row.settings.uniform = uniform(draw.keys[index], draw.positions[index]);
   }
   team.barrier();
   const int64_t token = Choice(team, row).run();
-  if (team.rank() == 0) draw.tokens[index] = token;
+  if (team.rank() != 0) return;
+  draw.tokens[index] = token;
+  if (draw.num_top == nullptr || draw.num_top[index] < 0) return;
+  row.given = logits_of(draw, index);
+  const int64_t width = 2 + 2 * draw.most_top;
+  Choice(team, row).report(token, draw.num_top[index], draw.logprobs + index * width, draw.most_top);
 }
 
 }  // namespace

@@ -97,6 +97,7 @@ inline Mask both(Mask a, Mask b) { return a & b; }
 inline Mask without(Mask a, Mask b) { return a & ~b; }
 inline bool any(Mask m) { return m != 0; }
 inline uint32_t bits(Mask m) { return m; }
+inline Mask lanes_of(uint32_t bits) { return static_cast<Mask>(bits); }
 inline int64_t count(Mask m) { return __builtin_popcount(m); }
 inline Vec only(Mask m, Vec x) { return _mm512_maskz_mov_ps(m, x); }
 inline Vec add_where(Mask m, Vec a, Vec b) { return _mm512_mask_add_ps(a, m, a, b); }
@@ -221,6 +222,11 @@ inline Mask both(Mask a, Mask b) { return _mm256_and_ps(a, b); }
 inline Mask without(Mask a, Mask b) { return _mm256_andnot_ps(b, a); }
 inline bool any(Mask m) { return _mm256_movemask_ps(m) != 0; }
 inline uint32_t bits(Mask m) { return static_cast<uint32_t>(_mm256_movemask_ps(m)); }
+inline Mask lanes_of(uint32_t bits) {
+  const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i chosen = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), each);
+  return _mm256_castsi256_ps(_mm256_cmpeq_epi32(chosen, each));
+}
 inline int64_t count(Mask m) { return __builtin_popcount(bits(m)); }
 inline Vec only(Mask m, Vec x) { return _mm256_and_ps(m, x); }
 inline Vec add_where(Mask m, Vec a, Vec b) { return _mm256_add_ps(a, _mm256_and_ps(m, b)); }

@@ -80,6 +80,9 @@ class Draw(ctypes.Structure):
     _fields_ = [
         *((name, _INT64) for name in ("num_rows", "vocab")),
         *((name, _POINTER) for name in ("logits", "settings", "keys", "positions", "tokens", "scratch")),
+        *((name, _POINTER) for name in ("places", "replaced", "replaced_rows", "masks", "mask_rows")),
+        *((name, _POINTER) for name in ("edits", "edit_offsets", "num_top", "logprobs")),
+        ("most_top", _INT64),
         ("num_threads", _INT32),
     ]
 

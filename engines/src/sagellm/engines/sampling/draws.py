@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -13,11 +14,41 @@ from sagellm.core import UnsupportedModelError
 from sagellm.engines.sampling.filters import dropped_share
 from sagellm.engines.sampling.params import SamplingParams
 
+Ints = npt.NDArray[np.int32]
+
+NO_ROWS: Ints = np.empty(0, np.int32)
+NO_OFFSETS: npt.NDArray[np.int64] = np.zeros(1, np.int64)
+NO_LOGPROBS: npt.NDArray[np.float64] = np.empty((0, 2))
+
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Returns tokens (rows,) int64, -1 for rows that are not distributions, of logits (rows, vocab) and settings.
 
 Settings are (rows, 5) float64: temperature, min-p, top-k, 1 - top-p, and a uniform number; 0, 0, 0 and a
 negative number switch them off."""
+
+
+EDIT = np.dtype([("token", np.int32), ("factor", np.float32), ("addend", np.float32)])
+"""A change of one logit: if negative it is multiplied by the factor, else divided by it; then the addend is
+added. -inf forbids the token."""
+
+Edits = npt.NDArray[np.void]
+"""Records of `EDIT`, made one after the other."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Details:
+    """What some rows of a draw ask for beside a token; None: no row does."""
+
+    places: Ints | None = None  # (rows,) which row of the logits each draws from; None: one after the other
+    replaced: torch.Tensor | None = None  # (any, vocab) float32 logits to draw from instead
+    replaced_rows: Ints = field(default_factory=lambda: NO_ROWS)  # (rows,) which of those; -1: its own
+    masks: npt.NDArray[np.uint32] | None = None  # (any, words) as in `TokenMasks`
+    mask_rows: Ints = field(default_factory=lambda: NO_ROWS)  # (rows,) which of those; -1: none
+    edits: Edits | None = None
+    edit_offsets: npt.NDArray[np.int64] = field(default_factory=lambda: NO_OFFSETS)  # (rows + 1,)
+    num_top: Ints | None = None  # (rows,) likeliest tokens with log-probabilities; -1: none at all
+    logprobs: npt.NDArray[np.float64] = field(default_factory=lambda: NO_LOGPROBS)
+    """Where they are written (rows, columns), as by `token_logprobs`."""
 
 
 @runtime_checkable
@@ -30,6 +61,7 @@ class HostDraw(Protocol):
         settings: npt.NDArray[np.float64],
         keys: npt.NDArray[np.uint64],
         positions: npt.NDArray[np.uint64],
+        details: Details | None = None,
     ) -> npt.NDArray[np.int64]:
         """Return what a `Draw` returns, with the numbers of `random.numbers_of` as the last setting."""
 
@@ -65,10 +97,9 @@ def filters_of(params: SamplingParams) -> Filters:
     return temperature, params.min_p, params.top_k, dropped_share(params.top_p)
 
 
-def neighbours(rows: Sequence[int]) -> Iterator[list[int]]:
-    """Cut rising numbers where one is missing."""
-    begin = 0
-    for end in range(1, len(rows) + 1):
-        if end == len(rows) or rows[end] != rows[end - 1] + 1:
-            yield list(rows[begin:end])
-            begin = end
+def edits_of(token_ids: Collection[int], addends: npt.ArrayLike = -np.inf) -> Edits:
+    """Return edits that add to the logits of tokens, or forbid them."""
+    edits = np.empty(len(token_ids), EDIT)
+    edits["token"] = np.fromiter(token_ids, np.int32, len(token_ids))
+    edits["factor"], edits["addend"] = 1.0, addends
+    return edits

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from sagellm.core.errors import EngineError
 from sagellm.core.protocols.engine import SampledToken as SampledToken
 from sagellm.core.tokens import TokenIds
@@ -25,11 +28,12 @@ class SamplingRow:
     prompt_token_ids: TokenIds
     output_token_ids: Sequence[int]
     states: LogitsStates = ()  # of `Sampler.start`
+    mask: npt.NDArray[np.uint32] | None = None  # (words,) tokens that may be drawn, as in `TokenMasks`
 
     @property
     def is_changed(self) -> bool:
         """Whether its logits are changed before they are filtered."""
-        return bool(self.states) or self.params.has_penalties
+        return bool(self.states) or self.params.has_penalties or self.mask is not None
 
 
 class BadLogitsError(EngineError):

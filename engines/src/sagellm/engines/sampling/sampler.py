@@ -15,7 +15,6 @@ from sagellm.core.protocols.engine import PromptScores
 from sagellm.core.protocols.logits_processor import ExtraArg, LogitsProcessorProtocol, LogitsRequest
 from sagellm.engines.sampling import filters
 from sagellm.engines.sampling.candidates import FilterSettings, draw_candidate, keep
-from sagellm.engines.sampling.draws import Draw, filters_of, neighbours
 from sagellm.engines.sampling.inverse_cdf import block_masses, draw, padded, softmax_into
 from sagellm.engines.sampling.logprobs import packed, token_logprobs, width, with_logprobs
 from sagellm.engines.sampling.method import SamplingMethod, choose_method
@@ -64,8 +63,8 @@ class Sampler:
     the unmodified logits. Never sorts a vocabulary and reads as little of it as the parameters allow. Keeps
     scratch space between calls, so it is not thread-safe.
 
-    With a `draw`, that kernel filters and draws. It chooses the same token, unless the row's random number is
-    within a few float32 roundings of the border between two.
+    The reference for the kernels that draw, and what draws on a device that has none. A kernel chooses the
+    same token, unless the row's random number is within a few float32 roundings of the border between two.
     """
 
     apply_penalties = staticmethod(apply_penalties)
@@ -77,12 +76,10 @@ class Sampler:
         extra_args: Iterable[ExtraArg] = (),
         *,
         labels: Iterable[str] = (),
-        draw: Draw | None = None,
     ) -> None:
-        self._processors = tuple(processors)
-        self._labels = tuple(labels) or tuple(type(each).__name__ for each in self._processors)
+        self.processors = tuple(processors)
+        self._labels = tuple(labels) or tuple(type(each).__name__ for each in self.processors)
         self.extra_args = tuple(extra_args)  # the entries of a request's `extra_args` that they read
-        self._draw = draw
         self._space = torch.empty(0)
         self._methods = {
             "greedy": self._greedy,
@@ -98,7 +95,7 @@ class Sampler:
         Raises PluginError, which names the processor, if one fails.
         """
         states: list[tuple[int, Any]] = []
-        for which, each in enumerate(self._processors):
+        for which, each in enumerate(self.processors):
             with contained() as failure:
                 state = each.start(request)
             if (error := failure.error) is not None:
@@ -161,11 +158,7 @@ class Sampler:
         """Return (rows, 3 or more): token, check, whether decided, then log-probabilities."""
         num_columns = _NUM_COLUMNS + (width(num_top) if num_top >= 0 else 0)
         results = logits.new_zeros((len(rows), num_columns), dtype=torch.float64)
-        for part, drawn in (
-            self._by_methods(logits, rows, exhaustive=exhaustive)
-            if self._draw is None
-            else self._by_kernel(logits, rows, self._draw)
-        ):
+        for part, drawn in self._by_methods(logits, rows, exhaustive=exhaustive):
             for column, values in enumerate(drawn):
                 results[part, column] = torch.as_tensor(values, dtype=torch.float64, device=logits.device)
         reported = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
@@ -190,29 +183,19 @@ class Sampler:
                 chunk = self._chunk(logits, part, rows, is_changed=is_changed)
                 yield part, self._methods[method.name](chunk, method.num_candidates)
 
-    def _by_kernel(
-        self, logits: torch.Tensor, rows: Sequence[SamplingRow], draw: Draw
-    ) -> Iterator[tuple[list[int], _Drawn]]:
-        settings = torch.tensor([filters_of(row.params) for row in rows], dtype=torch.float64)
-        numbers = uniforms([row.seed for row in rows], [row.position for row in rows])
-        settings[settings[:, 2] >= logits.shape[1], 2] = 0.0
-        settings = torch.cat((settings, torch.from_numpy(numbers)[:, None]), dim=1).to(logits.device)
-        changed_rows = [index for index, row in enumerate(rows) if row.is_changed]
-        for part in self._parts(changed_rows, logits):
-            yield part, _found(draw(self._changed(logits, part, rows), settings[part]))
-        # Neighbours are a view of the logits.
-        for part in neighbours([index for index, row in enumerate(rows) if not row.is_changed]):
-            yield part, _found(draw(select(logits, part), select(settings, part)))
+    def changed(self, logits: torch.Tensor, part: list[int], members: Sequence[SamplingRow]) -> torch.Tensor:
+        """Return a copy of some rows of the logits as they are filtered and drawn from.
 
-    def _changed(self, logits: torch.Tensor, part: list[int], rows: Sequence[SamplingRow]) -> torch.Tensor:
-        return changed(logits, part, rows, self._processors, self._labels)
+        Raises PluginError, which names the processor, if one fails.
+        """
+        return changed(logits, part, members, self.processors, self._labels)
 
     def _chunk(
         self, logits: torch.Tensor, part: list[int], rows: Sequence[SamplingRow], *, is_changed: bool
     ) -> _Chunk:
         """Select rows of the logits, copying only if necessary."""
         members = [rows[index] for index in part]
-        scores = self._changed(logits, part, rows) if is_changed else select(logits, part)
+        scores = self.changed(logits, part, members) if is_changed else select(logits, part)
         random = [row for row in members if not row.params.is_greedy]
         numbers = (
             uniforms([row.seed for row in random], [row.position for row in random])
@@ -263,12 +246,6 @@ class Sampler:
         scores = filters.apply_top_p_filtering(scores, top_p)
         probabilities = softmax_into(self._scratch(scores), scores)
         return _Drawn(*draw(probabilities, chunk.uniform))
-
-
-def _found(token_ids: torch.Tensor) -> _Drawn:
-    """Return tokens of a kernel, which says -1 where it finds none."""
-    check = torch.where(token_ids < 0, torch.nan, 0.0)
-    return _Drawn(token_ids.clamp(min=0), check)
 
 
 def _draw_kept(chunk: _Chunk, candidates: Candidates, mass: torch.Tensor | None) -> _Drawn:

@@ -1,10 +1,12 @@
-"""What changes the logits of single tokens before they are filtered: penalties, then processors."""
+"""What changes logits before they are filtered: penalties, then processors, then masks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sagellm.core.plugins.failure import contained, plugin_failure
@@ -25,16 +27,15 @@ def select(logits: torch.Tensor, part: list[int]) -> torch.Tensor:
 def changed(
     logits: torch.Tensor,
     part: list[int],
-    rows: Sequence[SamplingRow],
+    members: Sequence[SamplingRow],
     processors: Processors,
     labels: Sequence[str],
 ) -> torch.Tensor:
-    """Return a copy of rows of the logits after the penalties and processors that their sequences use.
+    """Return a copy of rows of the logits after the penalties, processors and masks of their `members`.
 
     Raises PluginError with the label of a processor that fails.
     """
     scores = select(logits, part).clone(memory_format=torch.contiguous_format)
-    members = [rows[index] for index in part]
     apply_penalties(
         scores,
         [row.params for row in members],
@@ -50,4 +51,14 @@ def changed(
             processors[which].apply(scores, used[which])
         if (error := failure.error) is not None:
             raise plugin_failure(labels[which], "apply()", error) from error
+    for place, row in enumerate(members):
+        if row.mask is not None:
+            allowed = torch.from_numpy(allowed_tokens(row.mask, scores.shape[1])).to(scores.device)
+            scores[place].masked_fill_(~allowed, -torch.inf)
     return scores
+
+
+def allowed_tokens(words: npt.NDArray[np.uint32], vocab_size: int) -> npt.NDArray[np.bool_]:
+    """Return whether each token may be drawn, (vocab,), from the words of a mask."""
+    little = np.ascontiguousarray(words, "<u4").view(np.uint8)
+    return np.unpackbits(little, count=vocab_size, bitorder="little").view(np.bool_)

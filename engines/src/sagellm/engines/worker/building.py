@@ -29,13 +29,19 @@ def build_worker(
     config = modules.config
     runner = ModelRunner(backend, [layout], device=resolve_device(config.model.device))
     runner.initialize_kv_caches([plan.num_blocks])
-    draw = draws.device_draw(runner.device)
     sampler = Sampler(
         processors.values(),
         extra_args(modules, processors),
         labels=[modules.label("logits_processor", name) for name in processors],
-        draw=draw if runner.device.type == "cpu" else None,  # on a GPU the kernel is for whole steps
     )
     state = SeatState(config.scheduler.max_num_seqs, block_size=layout.block_size)
     graphs = StepGraphs(state, layout, trace=plan.trace, cost=lambda: plan.cost_fit.cost)
-    return Worker(runner, sampler, state, graphs=graphs, around=around_step, draw=draw, buffers=plan.buffers)
+    return Worker(
+        runner,
+        sampler,
+        state,
+        graphs=graphs,
+        around=around_step,
+        draw=draws.device_draw(runner.device),
+        buffers=plan.buffers,
+    )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from sagellm.core import ExecutorProtocol, StepInput, StepOutput, StepWorker
 from sagellm.core.plugins.failure import contained
+from sagellm.core.protocols.step import TokenMasks
 
 
 class InlineExecutor(ExecutorProtocol):
@@ -40,3 +41,7 @@ class OverlappedExecutor(InlineExecutor):
     """
 
     depth = 1
+
+    def submit_masks(self, step: int, masks: TokenMasks) -> None:
+        """Draw the rows of a launched step that waited for these masks."""
+        self._worker.add_masks(step, masks)

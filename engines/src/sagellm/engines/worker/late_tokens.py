@@ -2,106 +2,275 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sagellm.core import StepInput, StepOutput
-from sagellm.core.protocols.step import Runs
-from sagellm.engines.sampling.draws import Draw
+from sagellm.core import EngineError, StepInput, StepOutput
+from sagellm.core.protocols.engine import PromptScores, SampledToken
+from sagellm.core.protocols.step import TokenMasks
+from sagellm.engines.sampling.draws import Draw, Edits
+from sagellm.engines.sampling.inverse_cdf import padded
+from sagellm.engines.sampling.logprobs import token_logprobs, with_logprobs
 from sagellm.engines.sampling.random import numbers_of
-from sagellm.engines.sampling.rows import BadLogitsError
+from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.worker.device_changes import (
+    DeviceCounts,
+    PenalisedRow,
+    forbid_by_masks,
+    make_edits,
+    upload,
+)
+from sagellm.engines.worker.host_tokens import LaunchedStep, StepTokens, output_of
+from sagellm.engines.worker.masks import Words, masks_at
+from sagellm.engines.worker.sampled import Ints, Places, Sampled, sampled_positions
 from sagellm.engines.worker.seat_draws import RowSettings, SeatDraws, Seats
 from sagellm.engines.worker.seat_state import SeatState
 
-Places = npt.NDArray[np.intp]
+
+class _Part(NamedTuple):
+    """Tokens of some positions, on their way to the host."""
+
+    which: Places | None  # None: all positions
+    tokens: torch.Tensor  # (positions,) int64
+    reported: Places  # of the step, with log-probabilities
+    num_top: Ints  # (reported,)
+    logprobs: torch.Tensor | None  # (reported, columns)
+    arrived: torch.cuda.Event | None
 
 
-@dataclass(eq=False)
-class LateStep:
+@dataclass(slots=True, eq=False)
+class LateStep(LaunchedStep):
     """A step whose tokens are on their way to the host."""
 
-    step: StepInput
-    seats: Seats  # that are sampled
-    positions: npt.NDArray[np.int32]  # of the tokens they draw
-    generations: npt.NDArray[np.int64]
-    tokens: torch.Tensor  # (seats,) int64 on the host, once they have arrived
-    arrived: torch.cuda.Event | None
-    output: StepOutput | None = None
+    generations: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # of positions
+    parts: list[_Part] = field(default_factory=list)
 
 
-class LateTokens:
-    """Draws for whole steps on the device, and has the last token of each seat there."""
+class LateTokens(StepTokens):
+    """Draws for whole steps on the device, and has the last token of each seat there.
 
-    def __init__(self, draw: Draw, draws: SeatDraws, state: SeatState, device: torch.device) -> None:
+    Masks, penalties, edits and log-probabilities are made there too. Only a logits processor that needs the
+    output on the host waits for the steps in flight.
+    """
+
+    def __init__(self, draw: Draw, sampler: Sampler, draws: SeatDraws, state: SeatState) -> None:
+        self._draw, self._sampler, self._draws, self._state = draw, sampler, draws, state
         num_seats = len(state.generation)
-        self._draw, self._draws, self._state, self._device = draw, draws, state, device
-        self._last = torch.zeros(num_seats, dtype=torch.int64, device=device)
+        self._last: torch.Tensor | None = None  # (seats,) int64
+        self._counts: DeviceCounts | None = None
         self._step_of = np.zeros(num_seats, np.int64)  # that draws a token the host does not have; 0: none
         self._generation = np.full(num_seats, -1, np.int64)  # for which this holds
+        self._in_flight: deque[LateStep] = deque()
 
     def fill_in(self, step: StepInput, input_ids: torch.Tensor) -> None:
         """Write the tokens that the host does not have yet into a step's input (tokens,)."""
-        rows = np.flatnonzero(self._is_late(step.seats))
+        rows = np.flatnonzero(self._is_late(step.seats)) if self._in_flight else ()
         if not len(rows):
             return
         assert (step.num_new[rows] == 1).all(), "a row whose last token is in flight computes that token"
+        assert self._last is not None, "a token in flight is on the device"
         ends = np.cumsum(step.num_new, dtype=np.int64)
-        places, seats = self._upload(np.stack((ends[rows] - 1, step.seats[rows].astype(np.int64))))
+        placed = np.stack((ends[rows] - 1, step.seats[rows].astype(np.int64)))
+        places, seats = upload(placed, input_ids.device)
         input_ids.index_copy_(0, places, self._last.index_select(0, seats))
 
     def _is_late(self, seats: Seats) -> npt.NDArray[np.bool_]:
         is_theirs: npt.NDArray[np.bool_] = self._generation[seats] == self._state.generation[seats]
         return is_theirs & (self._step_of[seats] > 0)
 
-    def launch(self, step: StepInput, rows: Places, logits: torch.Tensor) -> LateStep:
-        """Draw a token for each sampled row, for the next step and, later, for the host."""
-        seats, ends = step.seats[rows], (step.starts + step.num_new)[rows]
-        settings = _with_numbers(self._draws.settings(seats, ends), logits.shape[1])
-        tokens = self._draw(logits, self._upload(settings))
-        (places,) = self._upload(seats.astype(np.int64)[None])
-        self._last.index_copy_(0, places, tokens.clamp(min=0))
-        self._step_of[seats], self._generation[seats] = step.step, self._state.generation[seats]
-        arrived = None
-        if self._device.type == "cuda":
-            host = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
-            tokens = host.copy_(tokens, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record(torch.cuda.current_stream(self._device))
-        return LateStep(step, seats, ends, self._state.generation[seats], tokens, arrived)
+    def launch(self, step: StepInput, logits: torch.Tensor, scores: Mapping[int, PromptScores]) -> LateStep:
+        """Draw the rows that do not wait for masks, for the next step and, later, for the host.
 
-    def finish(self, late: LateStep) -> StepOutput:
+        The logits may be changed in place.
+        """
+        if self._last is None:
+            self._last = torch.zeros(len(self._step_of), dtype=torch.int64, device=logits.device)
+        sampled = sampled_positions(step)
+        generations = self._state.generation[sampled.seats]
+        launched = LateStep(step, sampled, scores, generations=generations)
+        if step.late_masks is None:
+            self._draw_some(launched, None, logits, step.masks)
+        else:
+            is_late = step.late_masks[sampled.rows]
+            launched.logits, launched.waiting = logits, is_late.nonzero()[0]
+            self._draw_some(launched, (~is_late).nonzero()[0], logits, step.masks)
+        self._in_flight.append(launched)
+        return launched
+
+    def add_masks(self, launched: LaunchedStep, masks: TokenMasks) -> None:
+        """Draw the rows that waited."""
+        if launched.waiting is None or launched.logits is None:
+            raise EngineError(f"step {launched.step.step} does not wait for masks")
+        assert isinstance(launched, LateStep), "it launched the step"
+        self._draw_some(launched, launched.waiting, launched.logits, masks)
+        launched.waiting = launched.logits = None
+
+    def finish(self, launched: LaunchedStep) -> StepOutput:
         """Wait for a step's tokens, and write them into the seats that their sequences still have."""
-        if late.output is None:
-            if late.arrived is not None:
-                late.arrived.synchronize()
-            late.output = self._output(late)
-        return late.output
+        assert isinstance(launched, LateStep), "it launched the step"
+        if launched in self._in_flight:
+            self._in_flight.remove(launched)
+        if launched.waiting is not None:
+            raise EngineError(f"step {launched.step.step} is collected before the masks that it waits for")
+        if launched.output is None:
+            launched.output = self._output(launched)
+        return launched.output
 
-    def _output(self, late: LateStep) -> StepOutput:
-        step, seats = late.step, late.seats
-        is_theirs = self._state.generation[seats] == late.generations
-        self._step_of[seats[is_theirs & (self._step_of[seats] == step.step)]] = 0
-        ids = late.tokens.numpy().astype(np.int32)
-        if not (ids < 0).any():
-            self._state.tokens[seats[is_theirs], late.positions[is_theirs]] = ids[is_theirs]
-        return output_of(step, ids)
+    def _settle(self) -> None:
+        """Wait for all steps in flight, so that the host has every token."""
+        for launched in [each for each in self._in_flight if each.waiting is None]:
+            self.finish(launched)
 
-    def _upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
+    def _draw_some(
+        self, launched: LateStep, which: Places | None, logits: torch.Tensor, masks: TokenMasks | None
+    ) -> None:
+        num_positions = len(launched.sampled.seats)
+        if not num_positions or (which is not None and not len(which)):
+            return
+        found = masks_at(masks, which, num_positions, logits.shape[1])
+        sampled = launched.sampled if which is None else launched.sampled.take(which)
+        is_plain = self._draws.learn(sampled.seats)
+        if which is None:
+            logits = logits[:num_positions].float().contiguous()
+        else:
+            logits = logits.index_select(0, upload(which, logits.device)).float()
+        device, num_top = logits.device, self._draws.num_top.take(sampled.seats)
+        reported = (num_top >= 0).nonzero()[0]
+        given = logits.index_select(0, upload(reported, device)) if len(reported) else None
+        if not is_plain or found:
+            with torch.inference_mode():  # as the forward pass, whose logits are changed
+                self._change(logits, sampled, found)
+        settings = _with_numbers(self._draws.settings(sampled.seats, sampled.places), logits.shape[1])
+        tokens = self._draw(logits, upload(settings, device))
+        self._remember(launched.step.step, sampled, tokens)
+        columns = None
+        if given is not None:
+            chosen = tokens.index_select(0, upload(reported, device)).clamp(min=0)
+            most = min(int(num_top.max()), logits.shape[1])
+            scratch = given.new_empty(len(given) * padded(given.shape[1]))
+            columns = token_logprobs(given, chosen, most, scratch)
+        places = reported if which is None else which[reported]
+        launched.parts.append(_part(which, tokens, places, num_top[reported], columns))
+
+    def _change(self, logits: torch.Tensor, sampled: Sampled, masks: dict[int, Words]) -> None:
+        with_plugins = self._draws.has_plugins[sampled.seats].nonzero()[0]
+        if np.count_nonzero(self._draws.needs_output[sampled.seats]):
+            self._settle()
+        if len(with_plugins):
+            rows = self._draws.rows(sampled.take(with_plugins), {})
+            changed = self._sampler.changed(logits, with_plugins.tolist(), rows)
+            logits.index_copy_(0, upload(with_plugins, logits.device), changed)
+        self._penalise(logits, sampled)
+        edited: dict[int, list[Edits]] = {}
+        for place in self._draws.with_changes(sampled.seats):
+            seat = int(sampled.seats[place])
+            if (sparse := self._draws.sparse[seat]) is not None:
+                edited[place] = sparse.edits(self._draws.output(seat, int(sampled.places[place])))
+                if sparse.mask is not None:
+                    masks[place] = masks[place] & sparse.mask if place in masks else sparse.mask
+        rows_of = [place for place, edits in edited.items() for _ in edits]
+        if rows_of:
+            make_edits(logits, rows_of, [each for edits in edited.values() for each in edits])
+        if masks:
+            forbid_by_masks(logits, masks)
+
+    def _penalise(self, logits: torch.Tensor, sampled: Sampled) -> None:
+        """Make the penalties that no logits processor has made already."""
+        draws, seats = self._draws, sampled.seats
+        places = (draws.has_penalties & ~draws.has_plugins)[seats].nonzero()[0].tolist()
+        if not places:
+            return
+        if self._counts is None:
+            self._counts = DeviceCounts(logits.device)
+        is_late = self._is_late(seats)
+        rows = []
+        for place in places:
+            seat, within = int(seats[place]), 0 if sampled.within is None else int(sampled.within[place])
+            first = int(sampled.places[place]) - within - bool(is_late[place])
+            arrival = self._state[seat]
+            rows.append(
+                PenalisedRow(
+                    row=place,
+                    seat=seat,
+                    generation=int(self._state.generation[seat]),
+                    params=arrival.params,
+                    prompt_token_ids=arrival.token_ids[: arrival.num_prompt],
+                    output_token_ids=draws.output(seat, first),
+                    has_late_token=bool(is_late[place]),
+                    drafts=sampled.drafts_from(place - within)[:within],
+                )
+            )
+        assert self._last is not None, "it is made before the first draw"
+        self._counts.penalise(logits, rows, self._last)
+
+    def _remember(self, step: int, sampled: Sampled, tokens: torch.Tensor) -> None:
+        """Keep the tokens for the next step: of rows without drafts, as others are known when it comes."""
+        seats = sampled.seats
+        if sampled.drafts is not None and sampled.within is not None:
+            # A seat that is named more than once, or has a draft, is not planned before it is collected.
+            _, index, counts = np.unique(seats, return_index=True, return_counts=True)
+            alone = np.sort(index[counts == 1])
+            tokens, seats = tokens.index_select(0, upload(alone, tokens.device)), seats[alone]
+        assert self._last is not None, "it is made before the first draw"
+        places = upload(seats.astype(np.int64), tokens.device)
+        self._last.index_copy_(0, places, tokens.clamp(min=0))
+        self._step_of[seats], self._generation[seats] = step, self._state.generation[seats]
+
+    def _output(self, launched: LateStep) -> StepOutput:
+        step, sampled = launched.step, launched.sampled
+        ids = np.full(len(sampled.seats), -1, np.int32)
+        for part in launched.parts:
+            if part.arrived is not None:
+                part.arrived.synchronize()
+            ids[slice(None) if part.which is None else part.which] = part.tokens.numpy()
+        is_theirs = self._state.generation[sampled.seats] == launched.generations
+        theirs = sampled.seats[is_theirs]
+        self._step_of[theirs[self._step_of[theirs] == step.step]] = 0
+        is_kept = sampled.kept(ids)
+        output = output_of(launched, ids, is_kept, _logprobs(launched, ids))
+        if not output.errors:
+            is_written = is_theirs if is_kept is None else is_theirs & is_kept
+            sampled.write(self._state.tokens, ids, is_written)
+        return output
 
 
-def output_of(step: StepInput, ids: npt.NDArray[np.int32]) -> StepOutput:
-    """Return the output of a step whose sampled rows drew these tokens; -1: the row is not a distribution."""
-    if (bad := np.flatnonzero(ids < 0)).size:
-        return StepOutput.failed(step, BadLogitsError(bad.tolist()))
-    counts = step.is_sampled.astype(np.int32)
-    return StepOutput(step=step.step, tokens=Runs(ids, counts), num_accepted=np.zeros_like(counts))
+def _logprobs(launched: LateStep, ids: Ints) -> dict[int, SampledToken]:
+    found: dict[int, SampledToken] = {}
+    for part in launched.parts:
+        if part.logprobs is None:
+            continue
+        rows = zip(part.reported.tolist(), part.num_top.tolist(), part.logprobs.numpy(), strict=True)
+        for place, num_top, columns in rows:
+            if ids[place] >= 0:
+                found[place] = with_logprobs(int(ids[place]), columns, num_top)
+    return found
+
+
+def _part(
+    which: Places | None,
+    tokens: torch.Tensor,
+    reported: Places,
+    num_top: Ints,
+    columns: torch.Tensor | None,
+) -> _Part:
+    """Send tokens to the host."""
+    if tokens.device.type != "cuda":
+        return _Part(which, tokens, reported, num_top, columns, None)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    device = tokens.device
+    tokens, columns = _to_host(tokens), None if columns is None else _to_host(columns)
+    arrived.record(torch.cuda.current_stream(device))
+    return _Part(which, tokens, reported, num_top, columns, arrived)
+
+
+def _to_host(values: torch.Tensor) -> torch.Tensor:
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
 def _with_numbers(settings: RowSettings, vocab_size: int) -> npt.NDArray[np.float64]:

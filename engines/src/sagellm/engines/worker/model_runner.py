@@ -40,11 +40,11 @@ class ModelRunner:
         check_room(self.layouts, num_blocks, self.device)
         self.backend.initialize_kv_caches(self.layouts, num_blocks)
 
-    def prepare_inputs(self, step: StepInput, state: SeatState, num_drafts: Seq[int]) -> InputBatch:
+    def prepare_inputs(self, step: StepInput, state: SeatState) -> InputBatch:
         """Concatenate the tokens of all rows.
 
-        Logits are requested at the last known token and the drafts (`num_drafts`) of each sampled row, and
-        after these at the positions of prompts that are scored.
+        Logits are requested at the last known token and the drafts of each sampled row, and after these at
+        the positions of prompts that are scored.
         """
         seats, num_new = step.seats, step.num_new
         if np.count_nonzero(num_new == 1) == len(seats):
@@ -71,7 +71,7 @@ class ModelRunner:
             block_tables=first.block_tables,
             query_lens=num_new.tolist(),
             seq_lens=(last + 1).tolist(),
-            logits_indices=self._tensor(_wanted(step, num_drafts)),
+            logits_indices=self._tensor(_wanted(step)),
             more_tables=more,
         )
 
@@ -104,17 +104,16 @@ class ModelRunner:
         return tensor.to(self.device, non_blocking=True)
 
 
-def _wanted(step: StepInput, num_drafts: Seq[int]) -> Longs:
+def _wanted(step: StepInput) -> Longs:
     """Return the flat indices of the tokens whose logits are wanted."""
     ends = step.num_new.cumsum(dtype=np.int64)
     last = ends[step.is_sampled] - 1
-    if not any(num_drafts) and not step.scored:
+    if step.drafts is not None:
+        num_drafts = step.drafts.counts[step.is_sampled]
+        stops = (num_drafts + 1).cumsum()
+        last = np.repeat(last - stops + 1, num_drafts + 1) + np.arange(len(last) + int(num_drafts.sum()))
+    if not step.scored:
         return last
-    parts = [last]
-    if any(num_drafts):
-        parts = [
-            np.arange(end - number, end + 1) for end, number in zip(last.tolist(), num_drafts, strict=True)
-        ]
     stops = step.starts + step.num_new
-    parts += [np.arange(each.start, each.stop) + (ends[each.row] - stops[each.row]) for each in step.scored]
-    return np.concatenate(parts)
+    scored = [np.arange(each.start, each.stop) + (ends[each.row] - stops[each.row]) for each in step.scored]
+    return np.concatenate([last, *scored])

@@ -85,9 +85,10 @@ class SeatState:
         if step.new_blocks is not None:
             self._set_blocks(step.new_blocks)
         if step.drafts is not None:
-            ends = (step.starts + step.num_new).tolist()
-            for seat, end, draft in zip(step.seats.tolist(), ends, step.drafts.lists(), strict=True):
-                self.tokens[seat, end - len(draft) : end] = draft
+            counts = step.drafts.counts
+            places = np.repeat(step.starts + step.num_new - counts.cumsum(), counts)
+            places += np.arange(len(places), dtype=places.dtype)
+            self.tokens[np.repeat(step.seats, counts), places] = step.drafts.ids
 
     def output_before(self, seat: int, position: int) -> Sequence[int]:
         """Return a copy of a sequence's output tokens before a position."""

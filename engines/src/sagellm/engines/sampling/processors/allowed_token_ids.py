@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sagellm.core import LogitsRequest, LogitsRow
-from sagellm.engines.sampling.processors.counting import CountingProcessor, as_tensor, cells
+from sagellm.engines.sampling.processors.counting import SparseProcessor, as_tensor, cells
 
 
-class AllowedTokenIds(CountingProcessor[torch.Tensor]):
+class Allowed(NamedTuple):
+    """The tokens that may be chosen."""
+
+    token_ids: torch.Tensor
+    mask: npt.NDArray[np.uint32]  # as in `TokenMasks`
+
+
+class AllowedTokenIds(SparseProcessor[Allowed]):
     """`allowed_token_ids`: nothing else is chosen."""
 
-    def _start(self, request: LogitsRequest) -> torch.Tensor | None:
-        return as_tensor(request.allowed_token_ids) if request.allowed_token_ids else None
+    def _start(self, request: LogitsRequest) -> Allowed | None:
+        if not request.allowed_token_ids:
+            return None
+        token_ids = as_tensor(request.allowed_token_ids)
+        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
+        bits[token_ids.numpy()] = True
+        return Allowed(token_ids, np.packbits(bits, bitorder="little").view("<u4"))
 
-    def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[torch.Tensor]]) -> None:
+    def allowed(self, state: Allowed) -> npt.NDArray[np.uint32]:
+        """Return the mask of a sequence."""
+        return state.mask
+
+    def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[Allowed]]) -> None:
         places = [row.row for row in rows]
-        where = cells(places, [row.state for row in rows], logits.device)
+        where = cells(places, [row.state.token_ids for row in rows], logits.device)
         kept = logits[where[0], where[1]]
         logits[torch.tensor(places).to(logits.device)] = -torch.inf
         logits[where[0], where[1]] = kept

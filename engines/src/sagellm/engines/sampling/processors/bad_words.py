@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from sagellm.core import LogitsRequest, LogitsRow
-from sagellm.engines.sampling.processors.counting import CountingProcessor, as_tensor, forbid
+from sagellm.engines.sampling.draws import Edits, Ints, edits_of
+from sagellm.engines.sampling.processors.counting import SparseProcessor, as_tensor, forbid
 
 
 class Words(NamedTuple):
@@ -16,9 +18,10 @@ class Words(NamedTuple):
 
     single: torch.Tensor  # words of one token
     longer: tuple[tuple[int, ...], ...]
+    edits: Edits  # of the single ones
 
 
-class BadWords(CountingProcessor[Words]):
+class BadWords(SparseProcessor[Words]):
     """`bad_words`: the last token of a word cannot be chosen after the others were generated.
 
     The prompt does not count as generated, as in vLLM.
@@ -29,20 +32,32 @@ class BadWords(CountingProcessor[Words]):
         if not words:
             return None
         single = as_tensor([word[0] for word in words if len(word) == 1])
-        return Words(single, tuple(word for word in words if len(word) > 1))
+        return Words(single, tuple(word for word in words if len(word) > 1), edits_of(single.tolist()))
+
+    def needs_output(self, state: Words) -> bool:
+        """Longer words do."""
+        return bool(state.longer)
+
+    def _edits(self, state: Words, output_token_ids: Ints) -> Edits:
+        last = _last_of_begun(state, output_token_ids) if state.longer and len(output_token_ids) else ()
+        return np.concatenate((state.edits, edits_of(last))) if last else state.edits
 
     def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[Words]]) -> None:
         places, token_ids = [], []
         for row, words, output_token_ids in rows:
             places.append(row)
             token_ids.append(words.single)
-            if last := [word[-1] for word in words.longer if _has_begun(word, output_token_ids)]:
+            if last := _last_of_begun(words, output_token_ids):
                 places.append(row)
                 token_ids.append(as_tensor(last))
         forbid(logits, places, token_ids)
 
 
-def _has_begun(word: tuple[int, ...], output_token_ids: Sequence[int]) -> bool:
+def _last_of_begun(words: Words, output_token_ids: Sequence[int] | Ints) -> list[int]:
+    return [word[-1] for word in words.longer if _has_begun(word, output_token_ids)]
+
+
+def _has_begun(word: tuple[int, ...], output_token_ids: Sequence[int] | Ints) -> bool:
     """Say whether an output ends with all tokens of a word but its last."""
     num_before = len(word) - 1
     if num_before > len(output_token_ids) or output_token_ids[-1] != word[-2]:

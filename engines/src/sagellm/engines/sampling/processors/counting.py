@@ -1,4 +1,4 @@
-"""What our processors share: counting, and writing single cells."""
+"""What our processors share: counting, writing single cells, and what a kernel does in their place."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sagellm.core import LogitsProcessorMetrics, LogitsProcessorProtocol, LogitsRequest, LogitsRow
+from sagellm.engines.sampling.draws import Edits, Ints
 
 State = TypeVar("State")
 
@@ -42,6 +44,29 @@ class CountingProcessor(LogitsProcessorProtocol[State]):
 
     @abstractmethod
     def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[State]]) -> None: ...
+
+
+class SparseProcessor(CountingProcessor[State]):
+    """Changes a few single logits, or forbids all but some, so that a kernel can do it while it draws.
+
+    `edits` and `allowed` together do what `apply` does.
+    """
+
+    def edits_at(self, state: State, output_token_ids: Ints) -> Edits | None:
+        """Return the changes of a row of logits after this output, and count the row."""
+        self._metrics.num_rows += 1
+        return self._edits(state, output_token_ids)
+
+    def allowed(self, state: State) -> npt.NDArray[np.uint32] | None:
+        """Return the mask of a sequence, as in `TokenMasks`; None: all tokens may be drawn."""
+        return None
+
+    def needs_output(self, state: State) -> bool:
+        """Say whether the edits depend on the tokens of the output, and not on their number alone."""
+        return False
+
+    def _edits(self, state: State, output_token_ids: Ints) -> Edits | None:
+        return None
 
 
 def as_tensor(token_ids: Collection[int]) -> torch.Tensor:

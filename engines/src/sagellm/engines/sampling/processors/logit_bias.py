@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from sagellm.core import LogitsRequest, LogitsRow
-from sagellm.engines.sampling.processors.counting import CountingProcessor, as_tensor, cells
+from sagellm.engines.sampling.draws import Edits, Ints, edits_of
+from sagellm.engines.sampling.processors.counting import SparseProcessor, as_tensor, cells
 
-Bias = tuple[torch.Tensor, torch.Tensor]  # token ids, and what is added to each
+
+class Bias(NamedTuple):
+    """What is added to the logits of tokens."""
+
+    token_ids: torch.Tensor
+    values: torch.Tensor
+    edits: Edits
 
 
-class LogitBias(CountingProcessor[Bias]):
+class LogitBias(SparseProcessor[Bias]):
     """`logit_bias`, as in the OpenAI API: 100 all but chooses a token, -100 all but bans it."""
 
     def _start(self, request: LogitsRequest) -> Bias | None:
@@ -21,9 +29,12 @@ class LogitBias(CountingProcessor[Bias]):
         if not bias:
             return None
         values = torch.from_numpy(np.fromiter(bias.values(), np.float32, len(bias)))
-        return as_tensor(bias.keys()), values
+        return Bias(as_tensor(bias.keys()), values, edits_of(bias.keys(), values.numpy()))
+
+    def _edits(self, state: Bias, output_token_ids: Ints) -> Edits:
+        return state.edits
 
     def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[Bias]]) -> None:
-        where = cells([row.row for row in rows], [row.state[0] for row in rows], logits.device)
-        values = torch.cat([row.state[1] for row in rows])
+        where = cells([row.row for row in rows], [row.state.token_ids for row in rows], logits.device)
+        values = torch.cat([row.state.values for row in rows])
         logits[where[0], where[1]] += values.to(logits)  # no cell occurs twice

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from sagellm.core import LogitsRequest, LogitsRow
-from sagellm.engines.sampling.processors.counting import CountingProcessor, as_tensor, forbid
+from sagellm.engines.sampling.draws import Edits, Ints, edits_of
+from sagellm.engines.sampling.processors.counting import SparseProcessor, as_tensor, forbid
 
 
 class Minimum(NamedTuple):
@@ -16,15 +17,21 @@ class Minimum(NamedTuple):
 
     num_tokens: int
     stop_token_ids: torch.Tensor
+    edits: Edits
 
 
-class MinTokens(CountingProcessor[Minimum]):
+class MinTokens(SparseProcessor[Minimum]):
     """`min_tokens`: stop tokens and the end of sequence cannot be chosen earlier."""
 
     def _start(self, request: LogitsRequest) -> Minimum | None:
         # A checkpoint may name an end of sequence for which its model has no logit.
         token_ids = [token for token in request.stop_token_ids if token < self._vocab_size]
-        return Minimum(request.min_tokens, as_tensor(token_ids)) if request.min_tokens and token_ids else None
+        if not request.min_tokens or not token_ids:
+            return None
+        return Minimum(request.min_tokens, as_tensor(token_ids), edits_of(token_ids))
+
+    def _edits(self, state: Minimum, output_token_ids: Ints) -> Edits | None:
+        return state.edits if len(output_token_ids) < state.num_tokens else None
 
     def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[Minimum]]) -> None:
         early = [each for each in rows if len(each.output_token_ids) < each.state.num_tokens]

@@ -1,0 +1,150 @@
+"""Tokens drawn on the host as part of their step; rows that wait for masks, when these come."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sagellm.core import EngineError, StepInput, StepOutput
+from sagellm.core.protocols.engine import PromptScores, SampledToken
+from sagellm.core.protocols.step import Runs, TokenMasks
+from sagellm.engines.sampling.rows import BadLogitsError
+from sagellm.engines.worker.masks import masks_at
+from sagellm.engines.worker.row_draws import Drawn, RowDraw
+from sagellm.engines.worker.sampled import Places, Sampled, sampled_positions
+from sagellm.engines.worker.seat_state import SeatState
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """A step whose forward pass is launched."""
+
+    step: StepInput
+    sampled: Sampled
+    scores: Mapping[int, PromptScores]
+    waiting: Places | None = None  # positions that wait for masks
+    logits: torch.Tensor | None = None  # while some do
+    tokens: npt.NDArray[np.integer] | None = None  # (positions,) once they are on the host
+    logprobs: dict[int, SampledToken] = field(default_factory=dict)  # by position
+    output: StepOutput | None = None
+
+
+class StepTokens(ABC):
+    """Draws the tokens of steps, and has them for the next one.
+
+    For each step, the worker calls `fill_in`, launches the forward pass, calls `launch`, `add_masks` if rows
+    wait for masks, and at last `finish`; the next step may be launched before that.
+    """
+
+    @abstractmethod
+    def fill_in(self, step: StepInput, input_ids: torch.Tensor) -> None:
+        """Write tokens that the host does not have yet into a step's input (tokens,)."""
+
+    @abstractmethod
+    def launch(
+        self, step: StepInput, logits: torch.Tensor, scores: Mapping[int, PromptScores]
+    ) -> LaunchedStep:
+        """Draw at all sampled positions whose rows do not wait for masks, from logits (positions, vocab)."""
+
+    @abstractmethod
+    def add_masks(self, launched: LaunchedStep, masks: TokenMasks) -> None:
+        """Draw the other rows."""
+
+    @abstractmethod
+    def finish(self, launched: LaunchedStep) -> StepOutput:
+        """Return the output, waiting for it if need be."""
+
+
+class HostTokens(StepTokens):
+    """Draws at once."""
+
+    def __init__(self, draw: RowDraw, state: SeatState) -> None:
+        self._draw, self._state = draw, state
+
+    def fill_in(self, step: StepInput, input_ids: torch.Tensor) -> None:
+        """Do nothing: the host has all tokens."""
+
+    def launch(
+        self, step: StepInput, logits: torch.Tensor, scores: Mapping[int, PromptScores]
+    ) -> LaunchedStep:
+        """Draw the rows that do not wait for masks."""
+        launched = LaunchedStep(step, sampled_positions(step), scores)
+        if step.late_masks is None:
+            masks = masks_at(step.masks, None, len(launched.sampled.seats), logits.shape[1])
+            drawn = self._draw(logits, None, launched.sampled, masks)
+            launched.output = self._output(launched, drawn)
+            return launched
+        is_late = step.late_masks[launched.sampled.rows]
+        launched.logits, launched.waiting = logits, is_late.nonzero()[0]
+        launched.tokens = np.full(len(is_late), -1, np.int64)
+        self._draw_some(launched, (~is_late).nonzero()[0], step.masks)
+        return launched
+
+    def add_masks(self, launched: LaunchedStep, masks: TokenMasks) -> None:
+        """Draw the rows that waited."""
+        if launched.waiting is None:
+            raise EngineError(f"step {launched.step.step} does not wait for masks")
+        self._draw_some(launched, launched.waiting, masks)
+        launched.waiting = launched.logits = None
+        assert launched.tokens is not None, "a step with rows that wait has tokens"
+        launched.output = self._output(launched, Drawn(launched.tokens, launched.logprobs))
+
+    def finish(self, launched: LaunchedStep) -> StepOutput:
+        """Return the output. Raises EngineError if rows still wait for masks."""
+        if launched.output is None:
+            raise EngineError(f"step {launched.step.step} is collected before the masks that it waits for")
+        return launched.output
+
+    def _draw_some(self, launched: LaunchedStep, which: Places, masks: TokenMasks | None) -> None:
+        assert launched.logits is not None, "logits stay while rows wait"
+        assert launched.tokens is not None, "a step with rows that wait has tokens"
+        if not len(which):
+            return
+        num_positions, vocab_size = len(launched.tokens), launched.logits.shape[1]
+        found = masks_at(masks, which, num_positions, vocab_size)
+        drawn = self._draw(launched.logits, which, launched.sampled.take(which), found)
+        launched.tokens[which] = drawn.tokens
+        launched.logprobs.update({int(which[place]): each for place, each in drawn.logprobs.items()})
+
+    def _output(self, launched: LaunchedStep, drawn: Drawn) -> StepOutput:
+        ids, is_kept = drawn.tokens.astype(np.int32), launched.sampled.kept(drawn.tokens)
+        output = output_of(launched, ids, is_kept, drawn.logprobs)
+        if not output.errors:
+            launched.sampled.write(self._state.tokens, ids, is_kept)
+        return output
+
+
+def output_of(
+    launched: LaunchedStep,
+    ids: npt.NDArray[np.int32],
+    is_kept: npt.NDArray[np.bool_] | None,
+    logprobs: Mapping[int, SampledToken],
+) -> StepOutput:
+    """Return the output of a step whose positions drew these tokens; -1: not a distribution."""
+    step, rows = launched.step, launched.sampled.rows
+    is_bad = ids < 0 if is_kept is None else (ids < 0) & is_kept
+    if np.count_nonzero(is_bad):
+        return StepOutput.failed(step, BadLogitsError(rows[is_bad].tolist()))
+    if is_kept is None:
+        counts = step.is_sampled.astype(np.int32)
+        num_accepted = np.zeros_like(counts)
+    else:
+        counts = np.bincount(rows[is_kept], minlength=len(step.seats)).astype(np.int32)
+        num_accepted, ids = np.maximum(counts - 1, 0), ids[is_kept]
+    by_row: dict[int, list[SampledToken]] = {}
+    for place in sorted(logprobs):
+        if is_kept is None or is_kept[place]:
+            by_row.setdefault(int(rows[place]), []).append(logprobs[place])
+    tokens = Runs(ids, counts)
+    return StepOutput(
+        step=step.step,
+        tokens=tokens,
+        num_accepted=num_accepted,
+        logprobs=by_row,
+        scores=launched.scores,
+    )
