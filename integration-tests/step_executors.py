@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sagellm.core import ExecutorProtocol, StepInput, StepOutput, StepWorker
+from sagellm.core.protocols.step import TokenMasks
 from sagellm.engines import LLMEngine
 
 
@@ -22,7 +23,7 @@ class LateExecutor(ExecutorProtocol):
 
     def __init__(self, worker: StepWorker) -> None:
         self._worker = worker
-        self._steps: queue.Queue[StepInput | None] = queue.Queue()
+        self._steps: queue.Queue[StepInput | tuple[int, TokenMasks] | None] = queue.Queue()
         self._done: queue.Queue[StepOutput | BaseException] = queue.Queue()
         self.most_in_flight = self._num_in_flight = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -32,6 +33,9 @@ class LateExecutor(ExecutorProtocol):
         self._num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
         self._steps.put(step)
+
+    def submit_masks(self, step: int, masks: TokenMasks) -> None:
+        self._steps.put((step, masks))
 
     def collect(self) -> StepOutput:
         done = self._done.get(timeout=120)
@@ -45,9 +49,16 @@ class LateExecutor(ExecutorProtocol):
         self._thread.join(60)
 
     def _run(self) -> None:
-        while (step := self._steps.get()) is not None:
+        finish = None
+        while (given := self._steps.get()) is not None:
             try:
-                self._done.put(self._worker.compute(step))
+                if isinstance(given, StepInput):
+                    finish = self._worker.launch(given)
+                    if given.late_masks is not None:
+                        continue  # its masks follow
+                else:
+                    self._worker.add_masks(*given)
+                self._done.put(finish())
             except BaseException as error:
                 self._done.put(error)
 

@@ -46,3 +46,7 @@ class BadLogitsError(EngineError):
             f"no token can be chosen from row {shown} of the logits: a logit is NaN or infinite, or all "
             "of them are masked"
         )
+
+    def __reduce__(self) -> tuple[type[BadLogitsError], tuple[tuple[int, ...]]]:
+        """Cross a socket with the rows, from which the message is made again."""
+        return type(self), (self.rows,)
