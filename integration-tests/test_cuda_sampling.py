@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from sagellm.core import LogitsRequest, pack
 from sagellm.engines.sampling import filters
+from sagellm.engines.sampling.draws import IN_PROMPT, edits_of
 from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.sampling.processors import LogitBias
 from sagellm.engines.sampling.random import uniforms
 from sagellm.engines.sampling.rows import SamplingRow
 from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.worker.device_changes import DeviceCounts, PenalisedRow, PlannedChanges
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="triton is not installed; `hatch run cuda` installs it")
@@ -98,3 +102,82 @@ def test_masked_tokens_are_never_drawn():
     for kind in KINDS:
         params = [SamplingParams(**kind)] * NUM_ROWS
         assert drawn(logits, params, 2) == sampled(logits, params, 2)
+
+
+def random_mask(generator, vocab_size):
+    bits = generator.random(-(-vocab_size // 32) * 32) < 0.6
+    return np.packbits(bits, bitorder="little").view("<u4")
+
+
+@pytest.mark.parametrize("vocab_size", [70, 5000])
+def test_changes_of_logits_are_the_samplers_to_the_last_bit(vocab_size):
+    """Penalties before and after drafts and late tokens, biases, forbidden tokens and masks."""
+    from sagellm.accel.cuda.sampling import TritonDraw
+
+    generator = np.random.default_rng(vocab_size)
+    logits = torch.from_numpy(generator.standard_normal((6, vocab_size), np.float32) * 3)
+    logits[1, 5] = -torch.inf
+    params = [
+        SamplingParams(repetition_penalty=1.3),
+        SamplingParams(frequency_penalty=0.37, presence_penalty=-0.21),
+        SamplingParams(),
+        SamplingParams(repetition_penalty=0.7, frequency_penalty=-1.1, presence_penalty=0.3),
+        SamplingParams(logit_bias={5: 2.5, 7: -100.0}),
+        SamplingParams(),
+    ]
+    prompts = [generator.integers(0, vocab_size + 5, 20).tolist() for _ in params]
+    outputs = [generator.integers(0, vocab_size, 9).tolist() for _ in params]
+    outputs[1] += outputs[1][:4]
+    drafts = [[], outputs[1][:2], [], [3, 3], [], []]
+    late = torch.tensor([vocab_size - 1] * 6)
+    masks = {row: random_mask(generator, vocab_size) for row in (1, 2, 4)}
+    counts, changes = DeviceCounts(DEVICE, vocab_size), PlannedChanges()
+    penalised = [
+        PenalisedRow(
+            row,
+            seat=row + 1,
+            generation=1,
+            params=params[row],
+            prompt_token_ids=pack(prompts[row]),
+            output_token_ids=np.array(outputs[row], np.int32),
+            has_late_token=row == 3,
+            drafts=drafts[row],
+        )
+        for row in (0, 1, 3)
+    ]
+    last = torch.cat((late[:1], late)).to(DEVICE)
+    for row, counts_row in zip(penalised, counts.count(penalised, last), strict=True):
+        changes.penalise(row, counts_row)
+    changes.edit(4, [edits_of([5, 7], [2.5, -100.0]), edits_of([7, 9, 9])])
+    changed = logits.clone().to(DEVICE)
+    TritonDraw().change(changed, changes.upload(dict(masks), counts.counts, vocab_size))
+
+    outputs[3].append(vocab_size - 1)
+    rows = [
+        SamplingRow(each, 0, 0, pack(prompts[row]), outputs[row] + drafts[row], mask=masks.get(row))
+        for row, each in enumerate(params)
+    ]
+    bias = LogitBias(vocab_size)
+    rows[4].states = ((0, bias.start(LogitsRequest(logit_bias=params[4].logit_bias))),)
+    expected = Sampler([bias]).changed(logits, list(range(6)), rows)
+    expected[4, [7, 9]] = -torch.inf
+    assert torch.equal(changed.cpu(), expected)
+    assert torch.equal(changed[5].cpu(), logits[5])
+
+
+def test_counts_follow_a_sequence_and_begin_again_with_another():
+    counts, last = DeviceCounts(DEVICE, 10), torch.tensor([0, 7]).to(DEVICE)
+
+    def counted(output, *, late=False, generation=1, repetition=1.0):
+        params = SamplingParams(repetition_penalty=repetition, presence_penalty=1.0)
+        ids = np.array(output, np.int32)
+        row = PenalisedRow(0, 1, generation, params, pack([4, 12]), ids, late, [])
+        (place,) = counts.count([row, row], last)[:1]  # two positions of a row count once
+        return counts.counts[place].tolist()
+
+    assert counted([1, 1]) == [0, 2, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert counted([1, 1], late=True) == [0, 2, 0, 0, 0, 0, 0, 1, 0, 0]
+    assert counted([1, 1, 7]) == [0, 2, 0, 0, 0, 0, 0, 1, 0, 0]
+    assert counted([1, 1, 7, 3]) == [0, 2, 0, 1, 0, 0, 0, 1, 0, 0]
+    assert counted([1]) == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0]  # a step is computed again
+    assert counted([2], generation=2, repetition=1.5) == [0, 0, 1, 0, IN_PROMPT, 0, 0, 0, 0, 0]

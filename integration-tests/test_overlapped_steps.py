@@ -11,6 +11,7 @@ from sagellm.engines.sampling import draws
 from sagellm.engines.sampling.rows import BadLogitsError, SamplingRow
 from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.testing import make_checkpoint
+from sagellm.engines.testing.device_draw import change_logits
 
 PROMPTS = [[5, 6, 7, 8] * 5, [9, 10], [5, 6, 7, 8] * 5 + [1], [30] * 40, [77], [78, 79]]
 
@@ -45,6 +46,9 @@ class CountingDraw:
                 except BadLogitsError:
                     tokens.append(-1)
         return torch.tensor(tokens)
+
+    def change(self, logits, changes):
+        change_logits(logits, changes)
 
 
 def token_of(row, params):

@@ -25,6 +25,7 @@ from sagellm.engines import SamplingParams
 from sagellm.engines.sampling.processors import AllowedTokenIds, BadWords, LogitBias, MinTokens
 from sagellm.engines.sampling.rows import BadLogitsError
 from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.testing.device_draw import change_logits
 from sagellm.engines.worker.inline_executor import OverlappedExecutor
 from sagellm.engines.worker.model_runner import ModelRunner
 from sagellm.engines.worker.seat_state import SeatState
@@ -112,6 +113,9 @@ class DeviceDraw:
 
     def __call__(self, logits, settings):
         return self._native(logits, settings)
+
+    def change(self, logits, changes):
+        change_logits(logits, changes)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from sagellm.accel.cuda.layer_ops import (
 )
 from sagellm.accel.cuda.paged_attention import plan_attention
 from sagellm.accel.cuda.paged_kv import PagedKV
-from sagellm.accel.cuda.sampling import draw_tokens
+from sagellm.accel.cuda.sampling import TritonDraw
 from sagellm.core import AttentionSpec, KVGroup, KVLayout
 
 CPU = torch.device("cpu")
@@ -110,7 +110,19 @@ def compile_all() -> None:
         add_and_normalise(before, x, Norm(x[0], 1e-6))
     silu_and_mul(x)
     round_to_fp8(x)
-    draw_tokens(torch.zeros(4, 151_936), torch.zeros(4, 5, dtype=torch.float64))
+    draw, logits = TritonDraw(), torch.zeros(4, 151_936)
+    draw(logits, torch.zeros(4, 5, dtype=torch.float64))
+    draw.change(logits, Changes())
+
+
+class Changes:
+    """Penalties, a mask and edits of two rows."""
+
+    plan = torch.zeros(2, 8, dtype=torch.float64)
+    counts = torch.zeros(1, 151_936, dtype=torch.int32)
+    drafts = edited = torch.zeros(3, dtype=torch.int64)
+    masks = torch.zeros(1, 4748, dtype=torch.int32)
+    addends = torch.zeros(3)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import triton
 
@@ -13,6 +15,72 @@ _BLOCK = 128
 _TILE_BLOCKS = 32
 _CAPACITY = 2048
 _TILE = 2048
+
+
+_CHANGED_TILE = 4096
+_EDITS = 256
+
+
+class Changes(Protocol):
+    """What changes rows of logits: penalties, then edits; and masks. All of it lies on the device.
+
+    The columns of `plan` (changed, 8) are a row of the logits; its row of the counts; its row of the masks;
+    where its drafts begin, and their number; repetition, frequency and presence penalty. A row of -1 is none.
+    """
+
+    @property
+    def plan(self) -> torch.Tensor:
+        """What to change, float64."""
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """How often tokens occur in outputs (any, vocab) int32, and 2³⁰ more if one is in the prompt."""
+
+    @property
+    def drafts(self) -> torch.Tensor:
+        """Tokens (any,) int64 that count as those of the output."""
+
+    @property
+    def masks(self) -> torch.Tensor:
+        """Tokens that may be drawn (any, ceil(vocab / 32)) int32: bit t % 32 of word t // 32."""
+
+    @property
+    def edited(self) -> torch.Tensor:
+        """Logits that something is added to after penalties (edits,) int64: row · vocab + token."""
+
+    @property
+    def addends(self) -> torch.Tensor:
+        """What is added (edits,) float32; -inf forbids, and may stand twice, any other once."""
+
+
+class TritonDraw:
+    """Draws tokens on a GPU. Nothing that it does waits for the device."""
+
+    def __call__(self, logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
+        """Return what `draw_tokens` does."""
+        return draw_tokens(logits, settings)
+
+    def change(self, logits: torch.Tensor, changes: Changes) -> None:
+        """Change rows of logits (rows, vocab), float32 and contiguous, in place."""
+        vocab_size = logits.shape[1]
+        num_changed, num_edits = len(changes.plan), len(changes.edited)
+        with on_device(logits.device):
+            if num_changed:
+                kernels.change[(num_changed, triton.cdiv(vocab_size, _CHANGED_TILE))](
+                    logits,
+                    changes.plan,
+                    changes.counts,
+                    changes.drafts,
+                    changes.masks,
+                    vocab_size,
+                    triton.cdiv(vocab_size, 32),
+                    TILE=_CHANGED_TILE,
+                    num_warps=8,
+                )
+            if num_edits:
+                kernels.edit[(triton.cdiv(num_edits, _EDITS),)](
+                    logits, changes.edited, changes.addends, num_edits, EDITS=_EDITS, num_warps=4
+                )
 
 
 def draw_tokens(logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:

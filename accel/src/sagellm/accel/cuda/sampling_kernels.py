@@ -1,5 +1,7 @@
 """Choosing a token for each row of logits, exactly, without sorting and without the host.
 
+`change` and `edit` make penalties, masks and changes of single logits, in place.
+
 `block_statistics` reads a row once. `select_candidates` keeps the entries that top-k or the nucleus can
 reach, and `draw` filters them in the order temperature, min-p, top-k, top-p, and inverts the cumulative sum
 in the order of ids. If the candidates do not decide a row, `draw` reads the whole row instead.
@@ -31,6 +33,73 @@ TOP_K = tl.constexpr(2)  # 0: none
 DROPPED_SHARE = tl.constexpr(3)  # 1 - top-p; negative: none
 UNIFORM = tl.constexpr(4)
 NUM_SETTINGS = tl.constexpr(5)
+
+# Columns of what is changed, (changed, 8) float64.
+ROW = tl.constexpr(0)  # of the logits
+COUNTS_ROW = tl.constexpr(1)  # -1: no penalties
+MASK_ROW = tl.constexpr(2)  # -1: no mask
+DRAFTS_BEGIN = tl.constexpr(3)
+NUM_DRAFTS = tl.constexpr(4)
+REPETITION = tl.constexpr(5)
+FREQUENCY = tl.constexpr(6)
+PRESENCE = tl.constexpr(7)
+NUM_CHANGES = tl.constexpr(8)
+
+OUTPUT_BITS = tl.constexpr((1 << 30) - 1)
+"""Of a count; the bit above says that the token is in the prompt."""
+
+
+@kernel
+def change(  # noqa: PLR0913
+    logits: tl.tensor,  # (rows, vocab) float32, changed in place
+    plan: tl.tensor,
+    counts: tl.tensor,  # (any, vocab) int32
+    drafts: tl.tensor,  # (any,) int64
+    masks: tl.tensor,  # (any, num_words) int32
+    vocab_size: tl.tensor,
+    num_words: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    """Penalise tokens that occurred, and forbid those outside the mask; a grid of (changed, tiles)."""
+    one = plan + tl.program_id(0).to(tl.int64) * NUM_CHANGES
+    counts_row, mask_row = tl.load(one + COUNTS_ROW).to(tl.int64), tl.load(one + MASK_ROW).to(tl.int64)
+    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = ids < vocab_size
+    place = logits + tl.load(one + ROW).to(tl.int64) * vocab_size + ids
+    values = tl.load(place, mask=inside, other=0.0)
+    if counts_row >= 0:
+        count = tl.load(counts + counts_row * vocab_size + ids, mask=inside, other=0)
+        begin = tl.load(one + DRAFTS_BEGIN).to(tl.int64)
+        for draft in range(0, tl.load(one + NUM_DRAFTS).to(tl.int32)):
+            count += (ids == tl.load(drafts + begin + draft)).to(tl.int32)
+        repetition = tl.load(one + REPETITION).to(tl.float32)
+        penalised = tl.where(values < 0.0, values * repetition, tl.div_rn(values, repetition))
+        values = tl.where(count > 0, penalised, values)
+        in_output = (count & OUTPUT_BITS).to(tl.float64)
+        presence = tl.where(in_output > 0.0, tl.load(one + PRESENCE), 0.0)
+        values -= (tl.load(one + FREQUENCY) * in_output + presence).to(tl.float32)
+    if mask_row >= 0:
+        words = tl.load(masks + mask_row * num_words + ids // 32, mask=inside, other=0)
+        values = tl.where(((words >> (ids % 32)) & 1) != 0, values, -float("inf"))
+    tl.store(place, values, mask=inside)
+
+
+@kernel
+def edit(
+    logits: tl.tensor,
+    edited: tl.tensor,  # (edits,) int64
+    addends: tl.tensor,  # (edits,) float32
+    num_edits: tl.tensor,
+    EDITS: tl.constexpr,
+) -> None:
+    """Add to single logits, or forbid them."""
+    edit = tl.program_id(0) * EDITS + tl.arange(0, EDITS)
+    inside = edit < num_edits
+    place = logits + tl.load(edited + edit, mask=inside, other=0)
+    addend = tl.load(addends + edit, mask=inside, other=0.0)
+    values = tl.load(place, mask=inside, other=0.0)
+    is_forbidden = addend == -float("inf")
+    tl.store(place, tl.where(is_forbidden, -float("inf"), values + addend), mask=inside)
 
 
 @device_function

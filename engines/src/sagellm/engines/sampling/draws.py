@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,6 @@ Ints = npt.NDArray[np.int32]
 NO_ROWS: Ints = np.empty(0, np.int32)
 NO_OFFSETS: npt.NDArray[np.int64] = np.zeros(1, np.int64)
 NO_LOGPROBS: npt.NDArray[np.float64] = np.empty((0, 2))
-
-Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Returns tokens (rows,) int64, -1 for rows that are not distributions, of logits (rows, vocab) and settings.
-
-Settings are (rows, 5) float64: temperature, min-p, top-k, 1 - top-p, and a uniform number; 0, 0, 0 and a
-negative number switch them off."""
-
 
 EDIT = np.dtype([("token", np.int32), ("factor", np.float32), ("addend", np.float32)])
 """A change of one logit: if negative it is multiplied by the factor, else divided by it; then the addend is
@@ -53,7 +46,7 @@ class Details:
 
 @runtime_checkable
 class HostDraw(Protocol):
-    """A `Draw` on the host, which takes arrays and makes the random numbers too."""
+    """Draws on the host."""
 
     def choose(
         self,
@@ -63,26 +56,63 @@ class HostDraw(Protocol):
         positions: npt.NDArray[np.uint64],
         details: Details | None = None,
     ) -> npt.NDArray[np.int64]:
-        """Return what a `Draw` returns, with the numbers of `random.numbers_of` as the last setting."""
+        """Return tokens (rows,), -1 for rows that are not distributions, of logits (rows, vocab).
+
+        Settings are (rows, 5): temperature, min-p, top-k, 1 - top-p, and room for a number; 0, 0, 0 and a
+        negative number switch them off. The random numbers are those of `random.numbers_of`. The logits stay
+        as they are.
+        """
+
+
+IN_PROMPT = 1 << 30
+"""Added to the count of a token that occurs in a prompt whose tokens are penalised."""
+
+
+class DeviceChanges(NamedTuple):
+    """What changes rows of logits on a device: penalties, then edits; and masks. All of it lies there.
+
+    The columns of `plan` are a row of the logits; its row of the counts; its row of the masks; where its
+    drafts begin, and their number; repetition, frequency and presence penalty. A row of -1 is none. The
+    drafts count as tokens of the output.
+    """
+
+    plan: torch.Tensor  # (changed, 8) float64
+    counts: torch.Tensor  # (any, vocab) int32 of tokens in outputs, and IN_PROMPT
+    drafts: torch.Tensor  # (any,) int64
+    masks: torch.Tensor  # (any, words) int32, as in `TokenMasks`
+    edited: torch.Tensor  # (edits,) int64: row · vocab + token, after penalties
+    addends: torch.Tensor  # (edits,) float32; -inf forbids, and may stand twice, any other once
+
+
+class DeviceDraw(Protocol):
+    """Draws on a device, and waits for nothing there."""
+
+    def __call__(self, logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
+        """Return what a `HostDraw` does, as (rows,) int64 on the device.
+
+        The last column of the settings, (rows, 5) float64, is a uniform number.
+        """
+
+    def change(self, logits: torch.Tensor, changes: DeviceChanges) -> None:
+        """Change rows of logits (rows, vocab), float32 and contiguous, in place."""
 
 
 Filters = tuple[float, float, int, float]
 """A row's settings, but the number."""
 
 
-def device_draw(device: torch.device) -> Draw | None:
+def device_draw(device: torch.device) -> HostDraw | DeviceDraw | None:
     """Return the kernel that draws on a device; None: the sampler draws with torch alone."""
     if device.type == "cuda":
         try:
-            from sagellm.accel.cuda.sampling import draw_tokens
+            from sagellm.accel.cuda.sampling import TritonDraw
         except ImportError:  # without triton
             return None
-        on_gpu: Draw = draw_tokens
-        return on_gpu
+        return TritonDraw()
     return _native_draw() if device.type == "cpu" else None
 
 
-def _native_draw() -> Draw | None:
+def _native_draw() -> HostDraw | None:
     from sagellm.accel.native import NativeDraw
 
     try:

@@ -1,4 +1,4 @@
-"""What changes logits before they are drawn on a device, without waiting for it."""
+"""What changes logits before they are drawn on a device, collected without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy.typing as npt
 import torch
 
 from sagellm.core.tokens import TokenIds
-from sagellm.engines.sampling.draws import Edits
+from sagellm.engines.sampling.draws import IN_PROMPT, DeviceChanges, Edits
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.worker.masks import Words
 
 Longs = npt.NDArray[np.int64]
+_NONE = -1.0
 
 
 def upload(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
@@ -23,29 +24,6 @@ def upload(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tenso
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-def forbid_by_masks(logits: torch.Tensor, masks: dict[int, Words]) -> None:
-    """Write -inf to all tokens that the masks of rows do not allow."""
-    words = upload(np.stack(list(masks.values())).view(np.int32), logits.device)
-    rows = upload(np.array(list(masks), np.int64), logits.device)
-    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
-    forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
-    logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
-
-
-def make_edits(logits: torch.Tensor, rows: Sequence[int], edits: Sequence[Edits]) -> None:
-    """Make edits without factors; those of a row add to no token twice."""
-    row_of = np.repeat(np.array(rows, np.int64), [len(each) for each in edits])
-    together = np.concatenate(list(edits))
-    places: Longs = row_of * logits.shape[1] + together["token"]
-    forbids = np.isneginf(together["addend"])
-    flat = logits.view(-1)
-    if (~forbids).any():
-        where, addends = upload(places[~forbids], logits.device), together["addend"][~forbids]
-        flat.index_add_(0, where, upload(np.ascontiguousarray(addends), logits.device))
-    if forbids.any():
-        flat.index_fill_(0, upload(places[forbids], logits.device), -torch.inf)
 
 
 class PenalisedRow(NamedTuple):
@@ -64,97 +42,114 @@ class PenalisedRow(NamedTuple):
 class DeviceCounts:
     """How often tokens occur in the sequences that have penalties, on the device.
 
-    Its row of counts is a seat's slot: it gets one when it is first penalised.
+    A seat gets a row of the counts when it is first penalised.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._slot_of: dict[int, int] = {}  # by seat
-        self._generation: list[int] = []  # of each slot, and
+    def __init__(self, device: torch.device, vocab_size: int) -> None:
+        self._device, self._vocab_size = device, vocab_size
+        self._row_of: dict[int, int] = {}  # by seat
+        self._generation: list[int] = []  # of each row, and
         self._num_counted: list[int] = []  # tokens of its output
-        self._counts = torch.zeros(0, 0, dtype=torch.int32, device=device)  # (slots, vocab) in outputs
-        self._is_in_prompt = torch.zeros(0, 0, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(1, vocab_size, dtype=torch.int32, device=device)  # and IN_PROMPT
 
-    def penalise(self, logits: torch.Tensor, rows: Sequence[PenalisedRow], last: torch.Tensor) -> None:
-        """Change rows of logits as `apply_penalties` does; `last` (seats,) has the late tokens."""
-        slots = [self._slot(each, logits.shape[1]) for each in rows]
-        self._count(rows, slots, last)
-        device = self._device
-        where = upload(np.array([[each.row for each in rows], slots], np.int64), device)
-        counts = self._counts.index_select(0, where[1])
-        drafts = [(index, token) for index, each in enumerate(rows) for token in each.drafts]
-        if drafts:
-            cells = upload(np.array(drafts, np.int64), device)
-            ones = torch.ones(len(drafts), dtype=torch.int32, device=device)
-            counts.index_put_((cells[:, 0], cells[:, 1]), ones, accumulate=True)
-        params = [each.params for each in rows]
-        settings = upload(
-            np.array([[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]),
-            device,
-        )
-        occurs = counts > 0
-        seen = occurs | self._is_in_prompt.index_select(0, where[1])
-        scores, repetition = logits.index_select(0, where[0]), settings[:, :1].float()
-        penalised = torch.where(scores < 0, scores * repetition, scores / repetition)
-        losses = settings[:, 1:2] * counts + settings[:, 2:] * occurs
-        logits.index_copy_(0, where[0], torch.where(seen, penalised, scores) - losses.float())
+    def count(self, rows: Sequence[PenalisedRow], last: torch.Tensor) -> list[int]:
+        """Count the tokens that came since sequences were last penalised; return their rows of the counts.
 
-    def _slot(self, row: PenalisedRow, vocab_size: int) -> int:
-        slot = self._slot_of.setdefault(row.seat, len(self._slot_of))
-        if slot == len(self._generation):
-            self._generation.append(-1)
-            self._num_counted.append(0)
-            if slot >= len(self._counts):
-                size = max(4, 2 * slot)
-                grown = (
-                    self._counts.new_zeros(size, vocab_size),
-                    self._is_in_prompt.new_zeros(size, vocab_size),
-                )
-                if slot:
-                    grown[0][:slot], grown[1][:slot] = self._counts, self._is_in_prompt
-                self._counts, self._is_in_prompt = grown
-        is_again = len(row.output_token_ids) + row.has_late_token < self._num_counted[slot]
-        if self._generation[slot] != row.generation or is_again:
-            self._counts[slot].zero_()
-            self._is_in_prompt[slot].zero_()
-            if row.params.repetition_penalty != 1.0 and len(row.prompt_token_ids):
-                prompt = np.frombuffer(row.prompt_token_ids.data, np.int32).astype(np.int64)
-                ids = upload(prompt[prompt < vocab_size], self._device)
-                self._is_in_prompt[slot].index_fill_(0, ids, value=True)
-            self._generation[slot], self._num_counted[slot] = row.generation, 0
-        return slot
-
-    def _count(self, rows: Sequence[PenalisedRow], slots: Sequence[int], last: torch.Tensor) -> None:
-        """Count the tokens that came since a sequence was last penalised."""
+        `last` (seats,) has the late tokens.
+        """
         new: list[Longs] = []
         late: list[tuple[int, int]] = []
-        width = self._counts.shape[1]
-        for row, slot in zip(rows, slots, strict=True):
-            ids = row.output_token_ids[self._num_counted[slot] :].astype(np.int64)
-            num_known = len(row.output_token_ids) + row.has_late_token
-            if num_known == self._num_counted[slot]:
-                continue  # another position of the same row came before
-            new.append(slot * width + ids[ids < width])
-            if row.has_late_token:
-                late.append((slot, row.seat))
-            self._num_counted[slot] = num_known
-        flat = self._counts.view(-1)
+        found = []
+        for each in rows:
+            row = self._row(each)
+            found.append(row)
+            num_known = len(each.output_token_ids) + each.has_late_token
+            if num_known == self._num_counted[row]:
+                continue  # another position of the same sequence came before
+            ids = each.output_token_ids[self._num_counted[row] :].astype(np.int64)
+            new.append(row * self._vocab_size + ids[ids < self._vocab_size])
+            if each.has_late_token:
+                late.append((row * self._vocab_size, each.seat))
+            self._num_counted[row] = num_known
         if new and len(ids := np.concatenate(new)):
-            where = upload(ids, self._device)
-            flat.index_add_(0, where, torch.ones_like(where, dtype=torch.int32))
+            self._add(upload(ids, self._device))
         if late:
-            where = upload(np.array(late, np.int64), self._device)
-            cells = where[:, 0] * width + last.index_select(0, where[:, 1])
-            flat.index_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
+            begins, seats = upload(np.array(late, np.int64).T.copy(), self._device)
+            self._add(begins + last.index_select(0, seats))
+        return found
+
+    def _add(self, cells: torch.Tensor) -> None:
+        self.counts.view(-1).index_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
+
+    def _row(self, each: PenalisedRow) -> int:
+        row = self._row_of.setdefault(each.seat, len(self._row_of))
+        if row == len(self._generation):
+            self._generation.append(-1)
+            self._num_counted.append(0)
+            if row == len(self.counts):
+                self.counts = torch.cat((self.counts, torch.zeros_like(self.counts)))
+        is_again = len(each.output_token_ids) + each.has_late_token < self._num_counted[row]
+        if self._generation[row] != each.generation or is_again:
+            self.counts[row].zero_()
+            if each.params.repetition_penalty != 1.0 and len(each.prompt_token_ids):
+                prompt = np.frombuffer(each.prompt_token_ids.data, np.int32).astype(np.int64)
+                ids = upload(prompt[prompt < self._vocab_size], self._device)
+                self.counts[row].index_fill_(0, ids, IN_PROMPT)
+            self._generation[row], self._num_counted[row] = each.generation, 0
+        return row
 
 
-def _settings(params: SamplingParams) -> tuple[float, float, float]:
-    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+class PlannedChanges:
+    """Collects what changes some rows of logits."""
 
+    def __init__(self) -> None:
+        self._columns: dict[int, list[float]] = {}  # of the plan, by row of the logits
+        self._drafts: list[int] = []
+        self._edits: list[tuple[int, Edits]] = []
 
-def _grown(table: torch.Tensor, width: int) -> torch.Tensor:
-    """Return a copy with twice the rows, and at least four."""
-    grown = table.new_zeros(max(4, 2 * len(table)), width)
-    if len(table):
-        grown[: len(table)] = table
-    return grown
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added."""
+        return not self._columns and not self._edits
+
+    def penalise(self, row: PenalisedRow, counts_row: int) -> None:
+        """Add the penalties of a row, whose sequence has this row of the counts."""
+        columns = self._of(row.row)
+        columns[1], columns[3], columns[4] = counts_row, len(self._drafts), len(row.drafts)
+        params = row.params
+        columns[5:] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        self._drafts += row.drafts
+
+    def edit(self, row: int, edits: Sequence[Edits]) -> None:
+        """Add changes of single logits, without factors."""
+        self._edits += [(row, each) for each in edits]
+
+    def upload(self, masks: dict[int, Words], counts: torch.Tensor, vocab_size: int) -> DeviceChanges:
+        """Send all of it to the counts' device, with the masks of rows."""
+        for place, row in enumerate(masks):
+            self._of(row)[2] = place
+        device = counts.device
+        words = np.stack(list(masks.values())).view(np.int32) if masks else np.zeros((1, 1), np.int32)
+        edited, addends = self._sorted_edits(vocab_size)
+        return DeviceChanges(
+            plan=upload(np.array(list(self._columns.values())).reshape(-1, 8), device),
+            counts=counts,
+            drafts=upload(np.array(self._drafts or [0], np.int64), device),
+            masks=upload(words, device),
+            edited=upload(edited, device),
+            addends=upload(addends, device),
+        )
+
+    def _of(self, row: int) -> list[float]:
+        return self._columns.setdefault(row, [float(row), _NONE, _NONE, 0.0, 0.0, 1.0, 0.0, 0.0])
+
+    def _sorted_edits(self, vocab_size: int) -> tuple[Longs, npt.NDArray[np.float32]]:
+        """Return the edits, without what would be added to forbidden tokens."""
+        if not self._edits:
+            return np.empty(0, np.int64), np.empty(0, np.float32)
+        rows = np.array([row for row, _ in self._edits], np.int64)
+        edits = np.concatenate([each for _, each in self._edits])
+        places: Longs = np.repeat(rows, [len(each) for _, each in self._edits]) * vocab_size + edits["token"]
+        is_forbidden = np.isneginf(edits["addend"])
+        is_left = is_forbidden | ~np.isin(places, places[is_forbidden])
+        return places[is_left], edits["addend"][is_left]

@@ -14,18 +14,12 @@ import torch
 from sagellm.core import EngineError, StepInput, StepOutput
 from sagellm.core.protocols.engine import PromptScores, SampledToken
 from sagellm.core.protocols.step import TokenMasks
-from sagellm.engines.sampling.draws import Draw, Edits
+from sagellm.engines.sampling.draws import DeviceDraw
 from sagellm.engines.sampling.inverse_cdf import padded
 from sagellm.engines.sampling.logprobs import token_logprobs, with_logprobs
 from sagellm.engines.sampling.random import numbers_of
 from sagellm.engines.sampling.sampler import Sampler
-from sagellm.engines.worker.device_changes import (
-    DeviceCounts,
-    PenalisedRow,
-    forbid_by_masks,
-    make_edits,
-    upload,
-)
+from sagellm.engines.worker.device_changes import DeviceCounts, PenalisedRow, PlannedChanges, upload
 from sagellm.engines.worker.host_tokens import LaunchedStep, StepTokens, output_of
 from sagellm.engines.worker.masks import Words, masks_at
 from sagellm.engines.worker.sampled import Ints, Places, Sampled, sampled_positions
@@ -59,7 +53,7 @@ class LateTokens(StepTokens):
     output on the host waits for the steps in flight.
     """
 
-    def __init__(self, draw: Draw, sampler: Sampler, draws: SeatDraws, state: SeatState) -> None:
+    def __init__(self, draw: DeviceDraw, sampler: Sampler, draws: SeatDraws, state: SeatState) -> None:
         self._draw, self._sampler, self._draws, self._state = draw, sampler, draws, state
         num_seats = len(state.generation)
         self._last: torch.Tensor | None = None  # (seats,) int64
@@ -166,48 +160,46 @@ class LateTokens(StepTokens):
             rows = self._draws.rows(sampled.take(with_plugins), {})
             changed = self._sampler.changed(logits, with_plugins.tolist(), rows)
             logits.index_copy_(0, upload(with_plugins, logits.device), changed)
-        self._penalise(logits, sampled)
-        edited: dict[int, list[Edits]] = {}
+        changes = PlannedChanges()
+        self._penalise(changes, logits, sampled)
         for place in self._draws.with_changes(sampled.seats):
             seat = int(sampled.seats[place])
             if (sparse := self._draws.sparse[seat]) is not None:
-                edited[place] = sparse.edits(self._draws.output(seat, int(sampled.places[place])))
+                changes.edit(place, sparse.edits(self._draws.output(seat, int(sampled.places[place]))))
                 if sparse.mask is not None:
                     masks[place] = masks[place] & sparse.mask if place in masks else sparse.mask
-        rows_of = [place for place, edits in edited.items() for _ in edits]
-        if rows_of:
-            make_edits(logits, rows_of, [each for edits in edited.values() for each in edits])
-        if masks:
-            forbid_by_masks(logits, masks)
+        if changes.is_empty and not masks:
+            return
+        counts = logits.new_empty(1, 1, dtype=torch.int32) if self._counts is None else self._counts.counts
+        self._draw.change(logits, changes.upload(masks, counts, logits.shape[1]))
 
-    def _penalise(self, logits: torch.Tensor, sampled: Sampled) -> None:
-        """Make the penalties that no logits processor has made already."""
+    def _penalise(self, changes: PlannedChanges, logits: torch.Tensor, sampled: Sampled) -> None:
+        """Plan the penalties that no logits processor has made already."""
         draws, seats = self._draws, sampled.seats
         places = (draws.has_penalties & ~draws.has_plugins)[seats].nonzero()[0].tolist()
         if not places:
             return
         if self._counts is None:
-            self._counts = DeviceCounts(logits.device)
+            self._counts = DeviceCounts(logits.device, logits.shape[1])
         is_late = self._is_late(seats)
-        rows = []
-        for place in places:
-            seat, within = int(seats[place]), 0 if sampled.within is None else int(sampled.within[place])
-            first = int(sampled.places[place]) - within - bool(is_late[place])
-            arrival = self._state[seat]
-            rows.append(
-                PenalisedRow(
-                    row=place,
-                    seat=seat,
-                    generation=int(self._state.generation[seat]),
-                    params=arrival.params,
-                    prompt_token_ids=arrival.token_ids[: arrival.num_prompt],
-                    output_token_ids=draws.output(seat, first),
-                    has_late_token=bool(is_late[place]),
-                    drafts=sampled.drafts_from(place - within)[:within],
-                )
-            )
+        rows = [self._penalised(sampled, place, is_late=bool(is_late[place])) for place in places]
         assert self._last is not None, "it is made before the first draw"
-        self._counts.penalise(logits, rows, self._last)
+        for row, counts_row in zip(rows, self._counts.count(rows, self._last), strict=True):
+            changes.penalise(row, counts_row)
+
+    def _penalised(self, sampled: Sampled, place: int, *, is_late: bool) -> PenalisedRow:
+        seat, within = int(sampled.seats[place]), 0 if sampled.within is None else int(sampled.within[place])
+        arrival = self._state[seat]
+        return PenalisedRow(
+            row=place,
+            seat=seat,
+            generation=int(self._state.generation[seat]),
+            params=arrival.params,
+            prompt_token_ids=arrival.token_ids[: arrival.num_prompt],
+            output_token_ids=self._draws.output(seat, int(sampled.places[place]) - within - is_late),
+            has_late_token=is_late,
+            drafts=sampled.drafts_from(place - within)[:within],
+        )
 
     def _remember(self, step: int, sampled: Sampled, tokens: torch.Tensor) -> None:
         """Keep the tokens for the next step: of rows without drafts, as others are known when it comes."""

@@ -12,7 +12,7 @@ from sagellm.core import EngineError, StepInput, StepOutput
 from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.engine import PromptScores
 from sagellm.core.protocols.step import CopyBlocks, HostBuffers, KVOp, ReadBlocks, Runs, TokenMasks
-from sagellm.engines.sampling.draws import Draw, HostDraw
+from sagellm.engines.sampling.draws import DeviceDraw, HostDraw
 from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.worker.host_tokens import HostTokens, LaunchedStep, StepTokens
 from sagellm.engines.worker.late_tokens import LateTokens
@@ -43,7 +43,7 @@ class Worker:
         *,
         graphs: StepGraphs | None = None,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
-        draw: Draw | None = None,
+        draw: HostDraw | DeviceDraw | None = None,
         buffers: HostBuffers | None = None,
     ) -> None:
         self.runner, self.sampler, self._state = runner, sampler, state
@@ -132,7 +132,7 @@ class Worker:
         return scores
 
 
-def _tokens_of(draw: Draw | None, sampler: Sampler, state: SeatState) -> StepTokens:
+def _tokens_of(draw: HostDraw | DeviceDraw | None, sampler: Sampler, state: SeatState) -> StepTokens:
     draws = SeatDraws(state, sampler)
     if draw is None:
         return HostTokens(SamplerDraw(sampler, draws), state)

@@ -1,0 +1,34 @@
+"""Stands in for a kernel that draws on a device, for tests without one."""
+
+from __future__ import annotations
+
+import torch
+
+from sagellm.engines.sampling.draws import IN_PROMPT, DeviceChanges
+
+
+def change_logits(logits: torch.Tensor, changes: DeviceChanges) -> None:
+    """Do what `DeviceDraw.change` does, row by row with torch."""
+    for row, counts_row, mask_row, begin, num_drafts, *penalties in changes.plan.tolist():
+        values = logits[int(row)]
+        if counts_row >= 0:
+            count = changes.counts[int(counts_row)].clone()
+            for token in changes.drafts[int(begin) : int(begin + num_drafts)].tolist():
+                count[token] += 1
+            values[:] = _penalised(values, count, *penalties)
+        if mask_row >= 0:
+            bits = changes.masks[int(mask_row), :, None] >> torch.arange(32, dtype=torch.int32) & 1
+            values[bits.flatten()[: len(values)] == 0] = -torch.inf
+    flat = logits.view(-1)
+    for place, addend in zip(changes.edited.tolist(), changes.addends, strict=True):
+        flat[place] = -torch.inf if addend == -torch.inf else flat[place] + addend
+
+
+def _penalised(
+    values: torch.Tensor, count: torch.Tensor, repetition: float, frequency: float, presence: float
+) -> torch.Tensor:
+    factor = torch.tensor(repetition, dtype=torch.float32)
+    scaled = torch.where(values < 0, values * factor, values / factor)
+    in_output = (count & (IN_PROMPT - 1)).double()
+    losses = frequency * in_output + presence * (in_output > 0)
+    return torch.where(count > 0, scaled, values) - losses.float()
