@@ -4,6 +4,10 @@
 `step` to its outputs, and the forward pass inside it. Makes MODEL, of random weights in the Qwen3-0.6B shape,
 if it is not there. Its logits are nearly uniform, so that top-p alone keeps most of the vocabulary: the most
 that a draw has to read.
+
+At last the worker alone computes steps of 8 rows that ask for more than a token: two with masks, one with 4
+drafts, or both, each beside a plain step of the same rows. The ratio includes the longer forward pass of the
+drafts, which `forward_ms` tells apart.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import numpy as np
 from common import foreign_cores, output_flags, publish, spread
 from make_model import ensure
 
+from sagellm.core import SequenceId, StepInput, pack
+from sagellm.core.protocols.step import BlockUpdates, Runs, Seat, SeatArrival, TokenMasks
 from sagellm.engines import LLMEngine, SamplingParams
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -29,6 +35,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 WARM_STEPS = 4
 NUM_CONTEXT = 256
+NUM_ROWS = 8
+NUM_DRAFTS = 4
+WITH_DRAFTS = 5  # row, and
+WITH_MASKS = (1, 6)
 
 
 class TimedForward:
@@ -78,13 +88,99 @@ def measure(
     }
 
 
+def mixed_step(number: int, tokens: Any, *, masks: bool, drafts: bool, vocab_size: int) -> StepInput:
+    """Return a step that decodes `NUM_ROWS` rows; repeated, it computes the same again."""
+    num_new = np.ones(NUM_ROWS, np.int32)
+    runs = None
+    if drafts:
+        num_new[WITH_DRAFTS] += NUM_DRAFTS
+        runs = Runs(tokens[:NUM_DRAFTS].astype(np.int32), num_new - 1)
+    words = np.random.default_rng(1).integers(0, 2**32, (2, -(-vocab_size // 32)), np.uint32)
+    positions = np.array(WITH_MASKS, np.int32) + np.array([0, NUM_DRAFTS * drafts], np.int32)
+    return StepInput(
+        step=number,
+        seats=np.arange(NUM_ROWS, dtype=np.int32),
+        num_new=num_new,
+        starts=np.full(NUM_ROWS, NUM_CONTEXT, np.int32),
+        is_sampled=np.ones(NUM_ROWS, np.bool_),
+        drafts=runs,
+        masks=TokenMasks(positions, words) if masks else None,
+    )
+
+
+def seat_rows(worker: Any, block_size: int) -> None:
+    """Give the worker sequences whose prompts are computed, each with its own blocks."""
+    rng = np.random.default_rng(0)
+    num_blocks = -(-(NUM_CONTEXT + NUM_DRAFTS + 2) // block_size)
+    seats, indices = np.divmod(np.arange(NUM_ROWS * num_blocks, dtype=np.int32), np.int32(num_blocks))
+    params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=100)
+    arrivals = [
+        SeatArrival(
+            Seat(seat),
+            SequenceId(f"mixed-{seat}"),
+            pack(rng.integers(5, 1500, NUM_CONTEXT).tolist()),
+            NUM_CONTEXT,
+            params,
+            seat,
+        )
+        for seat in range(NUM_ROWS)
+    ]
+    first = StepInput(
+        step=1,
+        seats=np.arange(NUM_ROWS, dtype=np.int32),
+        num_new=np.full(NUM_ROWS, NUM_CONTEXT, np.int32),
+        starts=np.zeros(NUM_ROWS, np.int32),
+        is_sampled=np.ones(NUM_ROWS, np.bool_),
+        arrivals=arrivals,
+        new_blocks=BlockUpdates(np.zeros_like(seats), seats, indices, np.arange(len(seats), dtype=np.int32)),
+    )
+    worker.compute(first)
+
+
+def measure_mixed(engine: LLMEngine, forward: TimedForward, num_steps: int) -> dict[str, dict[str, Any]]:
+    """Return milliseconds of plain steps and of others, which alternate; and the ratios of the medians."""
+    core: Any = engine.client
+    worker = core.core.parts.worker
+    seat_rows(worker, worker.runner.layouts[0].block_size)
+    kinds = {
+        "plain": (False, False),
+        "masks": (True, False),
+        "drafts": (False, True),
+        "masks, drafts": (True, True),
+    }
+    tokens = np.random.default_rng(2).integers(5, 1500, NUM_DRAFTS)
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in kinds}
+    gc.collect()
+    for number in range(num_steps + WARM_STEPS):
+        for name, (masks, drafts) in kinds.items():
+            step = mixed_step(number + 2, tokens, masks=masks, drafts=drafts, vocab_size=engine.vocab_size)
+            forward.spent_s = 0.0
+            begun_s = time.perf_counter()
+            output = worker.compute(step)
+            took_s = time.perf_counter() - begun_s
+            assert not output.errors, output.errors
+            if number >= WARM_STEPS:
+                found[name][0].append(took_s * 1000)
+                found[name][1].append(forward.spent_s * 1000)
+    plain_ms = float(np.median(found["plain"][0]))
+    return {
+        name: {
+            "step_ms": spread(steps),
+            "forward_ms": spread(forwards),
+            "rest_ms": spread([step - each for step, each in zip(steps, forwards, strict=True)]),
+            "ratio": spread([step / plain_ms for step in steps]),
+        }
+        for name, (steps, forwards) in found.items()
+    }
+
+
 def table_of(rows: dict[str, dict[str, Any]]) -> str:
     """Return the figures as lines of text."""
-    lines = [f"{'':>14}{'':>10}{'min':>10}{'median':>10}{'p99':>10}"]
+    lines = [f"{'':>24}{'':>10}{'min':>10}{'median':>10}{'p99':>10}"]
     for name, figures in rows.items():
         for what, values in figures.items():
             numbers = "".join(f"{values[each]:>10.3f}" for each in ("min", "median", "p99"))
-            lines.append(f"{name:>14}  {what:<10}{numbers}")
+            lines.append(f"{name:>24}  {what:<10}{numbers}")
             name = ""
     return "\n".join(lines)
 
@@ -114,6 +210,8 @@ def main() -> None:
     )
     forward = TimedForward(engine)
     rows = {name: measure(engine, forward, name, options) for name in options.settings}
+    mixed = measure_mixed(engine, forward, options.steps)
+    rows |= {f"{NUM_ROWS} rows, {name}": figures for name, figures in mixed.items()}
     engine.close()
     publish(
         "step_share",

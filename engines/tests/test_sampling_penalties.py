@@ -1,5 +1,6 @@
 from array import array
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -7,7 +8,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from sagellm.core import pack
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.engines.sampling.penalties import apply_penalties
+from sagellm.engines.sampling.penalties import SequencePenalties, apply_penalties
 
 VOCAB = 40
 TOKENS = st.lists(st.integers(0, VOCAB + 3), max_size=30)
@@ -75,3 +76,46 @@ def test_masked_tokens_stay_masked():
     params = [SamplingParams(repetition_penalty=0.5, frequency_penalty=-1.0)]
     apply_penalties(logits, params, [pack([1])], [[2, 2]])
     assert torch.isneginf(logits).all()
+
+
+def edited(logits, edits):
+    """Make edits one after the other in float32, as a kernel does."""
+    changed = logits.clone()
+    for token, factor, addend in edits:
+        value = changed[int(token)]
+        scale = torch.tensor(float(factor))
+        changed[int(token)] = (value * scale if value < 0 else value / scale) + float(addend)
+    return changed
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"repetition_penalty": 1.3},
+        {"frequency_penalty": 0.37, "presence_penalty": -0.21},
+        {"repetition_penalty": 0.8, "frequency_penalty": -0.9, "presence_penalty": 0.4},
+    ],
+    ids=str,
+)
+def test_penalties_kept_as_tokens_come_are_those_made_at_once(penalties):
+    """Also after drafts, which are forgotten again, and when a step is computed once more."""
+    rng = np.random.default_rng(5)
+    params = SamplingParams(**penalties)
+    prompt = pack(rng.integers(0, 210, 40).tolist())
+    logits = torch.from_numpy(rng.standard_normal(200, np.float32) * 4)
+
+    def expected(output):
+        return apply_penalties(logits[None].clone(), [params], [prompt], [output])[0]
+
+    kept, output = SequencePenalties(params, prompt, 200), []
+    for turn in range(80):
+        output += rng.integers(0, 203, rng.integers(1, 4)).tolist()
+        if turn % 9 == 8:
+            del output[-5:]
+        drafts = rng.integers(0, 203, rng.integers(0, 5)).tolist()
+        if turn % 5 == 0 and drafts:
+            drafts += [drafts[0], output[-1]]
+        found = kept.after_each(np.array(output, np.int32), drafts)
+        assert len(found) == len(drafts) + 1
+        for count, edits in enumerate(found):
+            assert torch.equal(edited(logits, edits), expected(output + drafts[:count]))
