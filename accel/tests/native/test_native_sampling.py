@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from sagellm.accel.native import NativeDraw
 
 NO_TOP_P = -1.0
+EDIT = np.dtype([("token", np.int32), ("factor", np.float32), ("addend", np.float32)])
 BLOCK = 128
 GREEDY = (0.0, 0.0, 0.0, NO_TOP_P)
 KINDS = [
@@ -28,6 +30,21 @@ KINDS = [
     (0.9, 0.02, 50.0, 0.1),
     (1.5, 0.0, 3.0, 0.5),
 ]
+
+
+@dataclass
+class Details:
+    """What rows ask for beside a token; by default nothing."""
+
+    places: object = None
+    replaced: object = None
+    replaced_rows: object = None
+    masks: object = None
+    mask_rows: object = None
+    edits: object = None
+    edit_offsets: object = None
+    num_top: object = None
+    logprobs: object = None
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +169,81 @@ def test_draws_follow_the_weights(draw):
     wanted = (logits.double() / 0.9).softmax(0).numpy() * num_draws
     # The statistic's mean is 199, and its standard deviation 20.
     assert ((counts - wanted) ** 2 / wanted).sum() < 300
+
+
+def changes_of(rng, num_rows, vocab_size):
+    """Masks for every second row, and edits for two of three."""
+    num_words = -(-vocab_size // 32)
+    masks = rng.integers(0, 2**32, ((num_rows + 1) // 2, num_words), np.uint32)
+    masks[:, 0] |= 1
+    mask_rows = np.full(num_rows, -1, np.int32)
+    mask_rows[::2] = rng.permutation(len(masks))
+    edits = np.zeros(3 * num_rows, EDIT)
+    edits["token"] = rng.integers(0, vocab_size, len(edits))
+    edits["factor"] = rng.choice([1.0, 1.3, 0.6], len(edits))
+    edits["addend"] = rng.choice([0.0, 2.5, -1.25, -np.inf], len(edits))
+    edits["addend"][edits["token"] == 0] = 0.0  # something is always left
+    counts = rng.choice([0, 3, 1], num_rows)
+    offsets = np.concatenate(([0], counts.cumsum()))
+    return Details(masks=masks, mask_rows=mask_rows, edits=edits, edit_offsets=offsets)
+
+
+def changed(logits, details):
+    rows = logits.numpy().copy()
+    for index, row in enumerate(rows):
+        if details.mask_rows[index] >= 0:
+            words = details.masks[details.mask_rows[index]]
+            row[[not words[token // 32] >> (token % 32) & 1 for token in range(len(row))]] = -np.inf
+        for token, factor, addend in details.edits[slice(*details.edit_offsets[index : index + 2])]:
+            row[token] = row[token] * factor if row[token] < 0 else row[token] / factor
+            row[token] += addend
+    return torch.from_numpy(rows)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 32, 200, 5003])
+def test_masks_and_edits_are_those_of_plain_loops(draw, vocab_size, monkeypatch):
+    for seed in range(4):
+        logits, settings = rows_of(vocab_size, 2.0, seed)
+        details = changes_of(np.random.default_rng(seed), len(KINDS), vocab_size)
+        before = logits.clone()
+        for num_threads in (1, 3, 40):
+            monkeypatch.setattr(torch, "get_num_threads", lambda number=num_threads: number)
+            tokens = draw.choose(logits, settings.numpy(), details=details)
+            assert tokens.tolist() == draw(changed(logits, details), settings).tolist()
+        assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("vocab_size", [3, 200, 5003])
+@pytest.mark.parametrize("sharpness", [0.01, 4.0])
+def test_log_probabilities_are_those_of_the_logits_as_they_came(draw, vocab_size, sharpness):
+    logits, settings = rows_of(vocab_size, sharpness)
+    logits[1::2, 1] = -torch.inf
+    logits[2] = logits[2].round()
+    details = changes_of(np.random.default_rng(1), len(KINDS), vocab_size)
+    most = min(4, vocab_size)
+    details.num_top = np.array([-1, 0, most, 2] * len(KINDS), np.int32)[: len(KINDS)]
+    details.logprobs = np.full((len(KINDS), 2 + 2 * most), 7.0)
+    tokens = draw.choose(logits, settings.numpy(), details=details)
+    assert tokens.tolist() == draw(changed(logits, details), settings).tolist()
+    for row, token, num_top, found in zip(logits, tokens, details.num_top, details.logprobs, strict=True):
+        if num_top < 0:
+            assert (found == 7.0).all()
+            continue
+        logprobs = row.double().log_softmax(0)
+        order = np.lexsort((np.arange(vocab_size), -row.numpy()))[:num_top]
+        assert found[0] == pytest.approx(float(logprobs[token]), abs=1e-6)
+        assert found[1] == int((row >= row[token]).sum())
+        assert found[2 : 2 + num_top].tolist() == pytest.approx(logprobs[order].tolist(), abs=1e-6)
+        assert found[2 + most :][:num_top].tolist() == order.tolist()
+
+
+def test_log_probabilities_of_a_row_that_is_not_a_distribution_are_nan(draw):
+    logits = torch.zeros(3, 300)
+    logits[0, 200], logits[1, 200] = torch.nan, torch.inf
+    mask = np.full((1, 10), 2**32 - 1, np.uint32)
+    mask[0, 6] = 0  # tokens 192 to 223
+    details = Details(masks=mask, mask_rows=np.zeros(3, np.int32))
+    details.num_top, details.logprobs = np.full(3, 2, np.int32), np.zeros((3, 6))
+    tokens = draw.choose(logits, np.array([[*GREEDY, 0.0]] * 3), details=details)
+    assert tokens.tolist() == [0, 0, 0]
+    assert np.isnan(details.logprobs[:, 0]).tolist() == [True, True, False]
