@@ -110,7 +110,8 @@ class SequencePenalties:
         self.num_counted, self._num_edits = 0, len(self._prompt)
         self._edits = np.empty(len(self._prompt) + 64, EDIT)
         self._edits["factor"] = self._repetition
-        self._edits["addend"] = 0.0
+        self._addends = self._edits["addend"]
+        self._addends[:] = 0.0
         self._edits["token"][: len(self._prompt)] = self._prompt
         self._counts = [0] * len(self._prompt)
         self._place_of = dict(zip(self._prompt.tolist(), range(len(self._prompt)), strict=True))
@@ -153,6 +154,7 @@ class SequencePenalties:
             place = self._place_of[token] = self._num_edits
             if place == len(self._edits):
                 self._edits = np.concatenate((self._edits, self._edits))
+                self._addends = self._edits["addend"]
             self._edits[place] = (token, self._repetition, 0.0)
             self._counts.append(0)
             self._num_edits += 1
@@ -161,4 +163,4 @@ class SequencePenalties:
     def _set(self, place: int, count: int) -> None:
         self._counts[place] = count
         loss = self._frequency * count + self._presence if count else 0.0
-        self._edits["addend"][place] = -loss
+        self._addends[place] = -loss

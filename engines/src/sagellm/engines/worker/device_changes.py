@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from sagellm.core.tokens import TokenIds
-from sagellm.engines.sampling.draws import IN_PROMPT, DeviceChanges, Edits
+from sagellm.engines.sampling.draws import IN_PROMPT, DeviceChanges, Edits, joined
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.worker.masks import Words
 
@@ -148,7 +148,7 @@ class PlannedChanges:
         if not self._edits:
             return np.empty(0, np.int64), np.empty(0, np.float32)
         rows = np.array([row for row, _ in self._edits], np.int64)
-        edits = np.concatenate([each for _, each in self._edits])
+        edits = joined([each for _, each in self._edits])
         places: Longs = np.repeat(rows, [len(each) for _, each in self._edits]) * vocab_size + edits["token"]
         is_forbidden = np.isneginf(edits["addend"])
         is_left = is_forbidden | ~np.isin(places, places[is_forbidden])

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from sagellm.core.protocols.engine import SampledToken
-from sagellm.engines.sampling.draws import Details, Edits, HostDraw
+from sagellm.engines.sampling.draws import Details, Edits, HostDraw, joined
 from sagellm.engines.sampling.logprobs import width, with_logprobs
 from sagellm.engines.sampling.rows import BadLogitsError
 from sagellm.engines.sampling.sampler import Sampler
@@ -99,9 +99,9 @@ class KernelDraw:
         self, logits: torch.Tensor, which: Places | None, sampled: Sampled, masks: dict[int, Words]
     ) -> Details:
         details = Details(places=None if which is None else which.astype(np.int32))
-        with_plugins = self._draws.has_plugins[sampled.seats].nonzero()[0]
-        if len(with_plugins):
-            self._replace(details, logits, with_plugins, sampled)
+        has_plugins = self._draws.has_plugins.take(sampled.seats)
+        if np.count_nonzero(has_plugins):
+            self._replace(details, logits, has_plugins.nonzero()[0], sampled)
         self._edit(details, logits.shape[1], sampled, masks)
         if masks:
             details.masks = np.stack(list(masks.values()))
@@ -140,4 +140,4 @@ class KernelDraw:
             counts[place + 1] = sum(map(len, found))
             parts += found
         if parts:
-            details.edits, details.edit_offsets = np.concatenate(parts), counts.cumsum()
+            details.edits, details.edit_offsets = joined(parts), counts.cumsum()

@@ -15,6 +15,8 @@ Places = npt.NDArray[np.intp]
 NO_DRAFT = -2
 """Stands where no draft follows. No token is this, nor is a row without one (-1)."""
 
+_NEVER = np.int32(2**31 - 1)
+
 
 class Sampled(NamedTuple):
     """Sampled positions of a step, row by row: a sampled row has one more than it has drafts.
@@ -27,6 +29,7 @@ class Sampled(NamedTuple):
     places: Ints  # (positions,) of the tokens that they draw, in their sequences
     drafts: Ints | None = None  # (positions,) the draft that follows each, or NO_DRAFT; None: no row has any
     within: Ints | None = None  # (positions,) drafts of its row before each
+    counts: Ints | None = None  # (sampled rows,) positions of each; None: some positions were taken
 
     def take(self, which: Places) -> Sampled:
         """Return some of the positions."""
@@ -51,10 +54,10 @@ class Sampled(NamedTuple):
         """
         if self.drafts is None or self.within is None or not len(tokens):
             return None
-        begins = np.flatnonzero(self.within == 0)
-        refused = np.where(tokens != self.drafts, self.within, np.iinfo(np.int32).max)
-        first: Ints = np.minimum.reduceat(refused, begins)
-        is_kept: npt.NDArray[np.bool_] = self.within <= np.repeat(first, np.diff(begins, append=len(tokens)))
+        assert self.counts is not None, "these are all positions of a step"
+        refused = np.where(tokens != self.drafts, self.within, _NEVER)
+        first: Ints = np.minimum.reduceat(refused, self.counts.cumsum() - self.counts)
+        is_kept: npt.NDArray[np.bool_] = self.within <= first.repeat(self.counts)
         return is_kept
 
     def write(self, table: Ints, tokens: Ints, is_kept: npt.NDArray[np.bool_] | None) -> None:
@@ -74,10 +77,9 @@ def sampled_positions(step: StepInput) -> Sampled:
     num_drafts = step.drafts.counts[rows]
     counts = num_drafts + 1
     stops = counts.cumsum()
-    is_last = np.zeros(int(stops[-1]) if len(stops) else 0, np.bool_)
-    is_last[stops - 1] = True
-    within = (np.arange(len(is_last)) - np.repeat(stops - counts, counts)).astype(np.int32)
-    drafts = np.full(len(is_last), NO_DRAFT, np.int32)
-    drafts[~is_last] = step.drafts.ids
-    places = np.repeat(ends - num_drafts, counts) + within
-    return Sampled(np.repeat(rows, counts), np.repeat(seats, counts), places, drafts, within)
+    index = np.arange(len(rows)).repeat(counts)
+    within = np.arange(len(index), dtype=np.int32) - (stops - counts).astype(np.int32)[index]
+    drafts = np.full(len(index), NO_DRAFT, np.int32)
+    drafts[within < num_drafts[index]] = step.drafts.ids
+    places = (ends - num_drafts)[index] + within
+    return Sampled(rows[index], seats[index], places, drafts, within, counts)

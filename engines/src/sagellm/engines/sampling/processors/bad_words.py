@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from sagellm.core import LogitsRequest, LogitsRow
-from sagellm.engines.sampling.draws import Edits, Ints, edits_of
+from sagellm.engines.sampling.draws import Edits, Ints, edits_of, joined
 from sagellm.engines.sampling.processors.counting import SparseProcessor, as_tensor, forbid
 
 
@@ -40,7 +39,7 @@ class BadWords(SparseProcessor[Words]):
 
     def _edits(self, state: Words, output_token_ids: Ints) -> Edits:
         last = _last_of_begun(state, output_token_ids) if state.longer and len(output_token_ids) else ()
-        return np.concatenate((state.edits, edits_of(last))) if last else state.edits
+        return joined((state.edits, edits_of(last))) if last else state.edits
 
     def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[Words]]) -> None:
         places, token_ids = [], []
