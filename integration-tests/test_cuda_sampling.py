@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from sagellm.core import LogitsRequest, pack
-from sagellm.engines.sampling import filters
+from sagellm.engines import EngineConfig, LLMEngine
+from sagellm.engines.sampling import draws, filters
 from sagellm.engines.sampling.draws import IN_PROMPT, edits_of
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.processors import LogitBias
 from sagellm.engines.sampling.random import uniforms
 from sagellm.engines.sampling.rows import SamplingRow
 from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.testing import make_checkpoint
 from sagellm.engines.worker.device_changes import DeviceCounts, PenalisedRow, PlannedChanges
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -181,3 +183,43 @@ def test_counts_follow_a_sequence_and_begin_again_with_another():
     assert counted([1, 1, 7, 3]) == [0, 2, 0, 1, 0, 0, 0, 1, 0, 0]
     assert counted([1]) == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0]  # a step is computed again
     assert counted([2], generation=2, repetition=1.5) == [0, 0, 1, 0, IN_PROMPT, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="other bits of logits on a GPU may draw other tokens")
+def test_an_engine_that_leaves_tokens_with_the_kernels_gives_the_samplers(tmp_path, monkeypatch):
+    """Penalties, biases, allowed tokens, bad words and log-probabilities, with a step in flight."""
+    from sagellm.accel.cuda.sampling import TritonDraw
+
+    checkpoint = make_checkpoint(tmp_path, num_hidden_layers=1)
+    kinds = [
+        {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
+        {"frequency_penalty": 0.7, "presence_penalty": 0.2, "top_k": 20},
+        {"allowed_token_ids": list(range(5, 200, 3)), "logit_bias": {8: 3.0, 11: -5.0}, "logprobs": 0},
+        {"bad_words_token_ids": [[7], [8, 11]], "min_tokens": 3, "logit_bias": {8: 6.0, 11: 6.0}},
+    ]
+    params = [
+        SamplingParams(seed=seed, max_tokens=5, ignore_eos=True, **kind) for seed, kind in enumerate(kinds)
+    ]
+    changes = []
+    change = TritonDraw.change
+    monkeypatch.setattr(TritonDraw, "change", lambda *given: changes.append(given[2]) or change(*given))
+
+    def answers(draw, executor):
+        monkeypatch.setattr(draws, "device_draw", lambda device: draw)
+        engine = LLMEngine(
+            EngineConfig(
+                model={"name": str(checkpoint), "device": "cpu"},
+                kv={"num_blocks": 40, "block_size": 8},
+                forward={"executor": executor},
+            )
+        )
+        outputs = [each.outputs[0] for each in engine.generate([[5, 6, 7, 8, 6]] * 4, params)]
+        engine.close()
+        logprobs = [
+            [(each.rank, round(each.logprob, 4)) for entry in one.logprobs or () for each in entry.values()]
+            for one in outputs
+        ]
+        return [one.token_ids for one in outputs], logprobs
+
+    assert answers(TritonDraw(), "overlapped") == answers(None, "inline")
+    assert len(changes) >= 5
