@@ -651,6 +651,33 @@ def another_row_s_seed() -> None:
 
 
 @bug(
+    "The penalties of a token after a draft do not see the draft.",
+    caught_by="engines/tests/test_row_draws.py"
+    "::test_penalties_of_a_token_after_a_draft_see_the_draft[kernel]",
+)
+def penalties_without_drafts() -> None:
+    from sagellm.engines.sampling.penalties import SequencePenalties
+
+    @change(SequencePenalties, "after_each")
+    def after_each(original: Any, penalties: Any, output: Any, drafts: Any) -> Any:
+        return original(penalties, output, []) * (len(drafts) + 1)
+
+
+@bug(
+    "A mask that follows a step is given to the row before its own.",
+    caught_by="engines/tests/test_row_draws.py::test_steps_in_flight_with_late_masks_give_the_same[kernel]",
+)
+def late_masks_of_a_neighbour() -> None:
+    from sagellm.engines.worker import host_tokens
+
+    @change(host_tokens, "masks_at")
+    def masks_at(original: Any, masks: Any, which: Any, *sizes: Any) -> Any:
+        found = original(masks, which, *sizes)
+        places = list(found)
+        return dict(zip(places[1:] + places[:1], found.values(), strict=True)) if which is not None else found
+
+
+@bug(
     "All continuations of one prompt have one seed.",
     caught_by="engines/tests/test_engine_requests.py::test_several_continuations_of_one_prompt",
 )
