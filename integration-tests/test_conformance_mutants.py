@@ -17,6 +17,7 @@ from sagellm.testing import kv_tier
 from sagellm.testing.installed import UncheckedError, factory_contract, installed_contract
 
 WHOLE = {
+    "draft_proposer": "suffix",
     "eviction_policy": "lru",
     "kv_allocator": "free_list",
     "kv_pool": "paged",
@@ -37,6 +38,19 @@ UNCHECKED = {
 """Kinds without a contract in the kit, which therefore says that they were not checked."""
 
 RULES: dict[str, dict[str, tuple[str, str | None]]] = {
+    "draft_proposer": {
+        "arrived": ("a short sequence may arrive", "a short sequence may arrive"),
+        "departed": (
+            "a seat has one sequence after another",
+            "metrics count what was told and asked",
+        ),
+        "extended": (
+            "tokens told at once or one by one are the same",
+            "tokens told at once or one by one are the same",
+        ),
+        "metrics": ("metrics count what was told and asked", "metrics count what was told and asked"),
+        "propose": ("the same question has the same answer", "the same question has the same answer"),
+    },
     "eviction_policy": {
         "add_candidate": (
             "a removed candidate is not named until it is added again",

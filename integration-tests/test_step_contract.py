@@ -13,6 +13,7 @@ from step_executors import LateExecutor, ReplicatingExecutor, with_executor
 
 from sagellm.core import StepInput, TokenIds
 from sagellm.engines import LLMEngine, SamplingParams
+from sagellm.engines.testing.drafts import DRAFTING, propose_with
 
 PROMPTS = [list(range(5 + i, 5 + i + length)) for i, length in enumerate((3, 40, 17, 16, 90, 33, 5, 64))]
 PARAMS = [
@@ -196,10 +197,10 @@ def test_drafts_change_no_token(make_small_engine, expected, greedy, monkeypatch
     undrafted = expected(**settings)
     if depth:
         with_executor(monkeypatch, LateExecutor)
-    engine = make_small_engine(**settings)
+    engine = make_small_engine(**settings, **DRAFTING)
     core, proposals = engine.client.core, Proposals(greedy)
     num_accepted: list[int] = []
-    core.scheduler._propose = lambda tokens: [draft(proposals, each) for each in tokens]
+    propose_with(engine, lambda tokens: [draft(proposals, each) for each in tokens])
     commit = core.steps._commit
 
     def note(step: Any, output: Any, is_live: Any) -> Any:
@@ -215,9 +216,9 @@ def test_drafts_change_no_token(make_small_engine, expected, greedy, monkeypatch
 
 
 def test_blocks_of_refused_drafts_are_given_back(make_small_engine, monkeypatch):
-    engine = make_small_engine(block_size=4)
+    engine = make_small_engine(block_size=4, **DRAFTING)
     core = engine.client.core
-    core.scheduler._propose = lambda tokens: [[1, 2, 3, 4, 5, 6, 7] for _ in tokens]
+    propose_with(engine, lambda tokens: [[1, 2, 3, 4, 5, 6, 7] for _ in tokens])
     engine.add_request(PROMPTS[0], PARAMS[0])
     while engine.has_unfinished_requests():
         engine.step()
@@ -227,12 +228,12 @@ def test_blocks_of_refused_drafts_are_given_back(make_small_engine, monkeypatch)
 
 def test_nothing_speculative_is_cached_or_told(make_small_engine):
     """Each stored block holds tokens of a prompt or of an output that was handed out."""
-    engine = make_small_engine(block_size=4)
+    engine = make_small_engine(block_size=4, **DRAFTING)
     core = engine.client.core
     events: list[Any] = []
     core.kv.observe(events.extend)
     chance = random.Random(1)
-    core.scheduler._propose = lambda tokens: [[chance.randrange(90) for _ in range(7)] for _ in tokens]
+    propose_with(engine, lambda tokens: [[chance.randrange(90) for _ in range(7)] for _ in tokens])
     outputs = engine.generate(PROMPTS, [PARAMS[2]] * len(PROMPTS))
     whole = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
     stored = [event for event in events if type(event).__name__ == "BlockStored"]
@@ -249,7 +250,7 @@ def test_sampling_with_drafts_keeps_its_distribution(make_small_engine):
     """Chi-square of the second tokens with drafts, other seeds, against those without."""
 
     def second_tokens(seeds: range, draft: list[int]) -> tuple[Counter[int], int]:
-        engine = make_small_engine(max_num_batched_tokens=1024)
+        engine = make_small_engine(max_num_batched_tokens=1024, **DRAFTING)
         core, num_accepted = engine.client.core, 0
         commit = core.steps._commit
 
@@ -259,7 +260,7 @@ def test_sampling_with_drafts_keeps_its_distribution(make_small_engine):
             return commit(step, output, is_live)
 
         core.steps._commit = count
-        core.scheduler._propose = lambda tokens: [draft for _ in tokens]
+        propose_with(engine, lambda tokens: [draft for _ in tokens])
         params = [
             SamplingParams(temperature=0.07, seed=seed, max_tokens=3, ignore_eos=True) for seed in seeds
         ]
@@ -281,12 +282,13 @@ def test_sampling_with_drafts_keeps_its_distribution(make_small_engine):
 
 def test_workers_in_two_processes_give_equal_outputs(make_small_engine, monkeypatch):
     settings = make_small_engine.settings | {"num_blocks": 40, "block_size": 8, "max_num_seqs": 12}
+    settings |= DRAFTING
     ReplicatingExecutor.settings = settings
     with_executor(monkeypatch, ReplicatingExecutor)
     engine = make_small_engine(**settings)
     core = engine.client.core
     chance = random.Random(2)
-    core.scheduler._propose = lambda tokens: [[chance.randrange(90)] * chance.randint(0, 2) for _ in tokens]
+    propose_with(engine, lambda tokens: [[chance.randrange(90)] * chance.randint(0, 2) for _ in tokens])
     play(engine, aborts=True)
     engine.close()
     pairs = core.parts.executor.pairs

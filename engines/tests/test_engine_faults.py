@@ -4,10 +4,8 @@ block is lost, and the engine goes on.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 
 from sagellm.core import PluginRegistry, ScheduleIR, SchedulerPassProtocol, hookimpl
@@ -267,27 +265,3 @@ def test_a_pass_may_hold_requests_back_for_a_while(make_engine, expected, monkey
     until = engine.client.core._clock.now_ns() / 1e9 + 0.1
     engine.client.core.scheduler._ir.add_optimization_pass(Holding("defer", until))
     assert tokens_of(engine.generate(PROMPTS, GREEDY)) == expected
-
-
-BAD_DRAFTS = {
-    "negative tokens": lambda asked: [[-1, 5] for _ in asked],
-    "tokens beyond the vocabulary": lambda asked: [[10**6] for _ in asked],
-    "huge numbers": lambda asked: [[10**30] for _ in asked],
-    "long lists": lambda asked: [[1] * 10**5 for _ in asked],
-    "too few": lambda asked: [[1]] * (len(asked) - 1),
-    "too many": lambda asked: [[1]] * (len(asked) + 1),
-    "fractions": lambda asked: [[1.5, float("nan")] for _ in asked],
-    "texts": lambda asked: ["abc" for _ in asked],
-    "nothing": lambda asked: None,
-    "arrays": lambda asked: [np.array([1, 2, 3]) for _ in asked],
-    "an exception": lambda asked: 1 // 0,
-    "an exit": lambda asked: sys.exit(3),
-}
-
-
-@pytest.mark.parametrize("what", BAD_DRAFTS)
-def test_no_draft_changes_a_token(make_engine, all_blocks_are_back, expected, what):
-    engine = make_engine(num_blocks=48, block_size=4)
-    engine.client.core.scheduler._propose = BAD_DRAFTS[what]
-    assert tokens_of(engine.generate(PROMPTS, GREEDY)) == expected
-    assert all_blocks_are_back(engine)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sagellm.core.plugins.registry import *
     from sagellm.core.protocols.attention import *
     from sagellm.core.protocols.checkpoint_format import *
+    from sagellm.core.protocols.draft_proposer import *
     from sagellm.core.protocols.engine import *
     from sagellm.core.protocols.eviction import *
     from sagellm.core.protocols.executor import *
@@ -77,6 +78,7 @@ _NAMES = {
     "protocols.checkpoint_format": """
         Checkpoint CheckpointFormatProtocol Shard StoredTensor WHOLE WeightSource
     """,
+    "protocols.draft_proposer": "DraftProposerMetrics DraftProposerProtocol",
     "protocols.engine": "EngineMetrics EngineProtocol TokenOutput",
     "protocols.eviction": "CachedNode EvictionCandidate EvictionMetrics EvictionPolicyProtocol",
     "protocols.executor": "ExecutorProtocol StepWorker",

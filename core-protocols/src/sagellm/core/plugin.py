@@ -18,6 +18,7 @@ _NULL = [
     ("scheduler", "scheduler_ir:NullSchedulerIR", "schedules nothing"),
     ("scheduler_pass", "scheduler_ir:NullSchedulerPass", "changes nothing"),
     ("lifetime_predictor", "lifetime:NullLifetimePredictor", "predicts the limit"),
+    ("draft_proposer", "draft_proposer:NullDraftProposer", "has no guess"),
     ("logits_processor", "logits_processor:NullLogitsProcessor", "changes no logits"),
     ("attention_backend", "attention:NullAttentionBackend", "attends to nothing"),
     ("executor", "executor:NullExecutor", "fails every request"),

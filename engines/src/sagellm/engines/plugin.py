@@ -44,6 +44,13 @@ def sagellm_providers() -> list[Provider]:
         ),
         Provider("attention_backend", "naive", f"{attention}.naive:TorchNaiveBackend", "the reference"),
         Provider("attention_backend", "sdpa", f"{attention}.sdpa:SDPABackend", "torch's fused attention"),
+        Provider("draft_proposer", "ngram", f"{_PACKAGE}.drafts.ngram:NgramProposer", "what followed before"),
+        Provider(
+            "draft_proposer",
+            "suffix",
+            f"{_PACKAGE}.drafts.suffix:SuffixProposer",
+            "what followed most often, in earlier answers too",
+        ),
         Provider("logits_processor", "logit_bias", f"{processors}:LogitBias", "adds to the logits of tokens"),
         Provider("logits_processor", "min_tokens", f"{processors}:MinTokens", "no end before min_tokens"),
         Provider(

@@ -30,6 +30,7 @@ class Kind(NamedTuple):
 KINDS = {
     "attention_backend": Kind("factory(num_heads=..., num_kv_heads=..., head_dim=..., block_size=...)"),
     "checkpoint_format": Kind("factory()"),
+    "draft_proposer": Kind("factory()"),
     "engine": Kind("factory(config, registry=..., runtime=...)"),
     "eviction_policy": Kind("factory(lifetime_predictor=...)"),
     "executor": Kind("factory(worker)"),

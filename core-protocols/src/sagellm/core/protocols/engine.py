@@ -122,6 +122,8 @@ class TokenOutput:
     prompt_scores: PromptScores | None = None
     scheduled_ns: int | None = None  # of the clock that all processes of a machine share
     num_preemptions: int = 0  # of a sequence that has ended
+    num_draft_tokens: int = 0  # verified in this step
+    num_accepted_tokens: int = 0  # of those
 
 
 class EngineSequence(Protocol):

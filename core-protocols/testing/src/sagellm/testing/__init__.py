@@ -15,6 +15,7 @@ from sagellm.core import lazy
 
 if TYPE_CHECKING:
     from sagellm.core.errors import AuditError as AuditError
+    from sagellm.testing.draft_proposer import DraftProposerContract as DraftProposerContract
     from sagellm.testing.eviction import (
         EvictionPolicyContract as EvictionPolicyContract,
         RankingEvictionPolicyContract as RankingEvictionPolicyContract,
@@ -50,6 +51,7 @@ __version__ = "0.2.0"
 _TABLE = {
     "AuditError": "sagellm.core.errors",
     "AuditingEvictionPolicy": ".eviction_audit",
+    "DraftProposerContract": ".draft_proposer",
     "EvictionPolicyContract": ".eviction",
     "KVAllocatorContract": ".kv_allocator",
     "KVPoolContract": ".kv_pool",

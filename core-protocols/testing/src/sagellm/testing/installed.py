@@ -25,6 +25,7 @@ from sagellm.core.tokens import pack
 from sagellm.testing.calls import Calls
 from sagellm.testing.conformance.aspects import aspect_of
 from sagellm.testing.conformance.exercised import Exercised, own_methods
+from sagellm.testing.draft_proposer import DraftProposerContract
 from sagellm.testing.eviction import EvictionPolicyContract, RankingEvictionPolicyContract, make_node
 from sagellm.testing.kv_allocator import KVAllocatorContract
 from sagellm.testing.kv_pool import KVPoolContract
@@ -151,6 +152,7 @@ def _trace(_: Any, sample: str | None) -> dict[str, Any]:
 
 
 _KINDS = {
+    "draft_proposer": _Kind(DraftProposerContract, "DraftProposerProtocol", _call, _make, notes_calls=True),
     "eviction_policy": _Kind(
         RankingEvictionPolicyContract,
         "EvictionPolicyProtocol",

@@ -6,6 +6,7 @@ _CLI = "sagellm.server.cli"
 _MODULES = {
     "eviction": "eviction policy",
     "tiers": "KV tiers",
+    "speculation": "drafts",
     "predictor": "lifetime predictor",
     "accel": "quantizer",
     "comm": "topology",

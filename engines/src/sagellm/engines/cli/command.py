@@ -46,7 +46,8 @@ _HINTS = {
     "--save-result": "write --save FILE",
     "--return-tokens-as-token-ids": "a request may ask for it: `return_tokens_as_token_ids`",
     "--scheduling-policy": "a request's `priority` is always respected; --scheduler-passes changes the rest",
-    "--speculative-config": "speculative decoding is not supported; leave it out",
+    "--speculative-config": "write --speculation 'ngram{max_tokens=8,min_match=2}' for the method ngram with "
+    "8 num_speculative_tokens and a prompt_lookup_min of 2, or --speculation suffix; no model drafts",
     "--ssl-certfile": "a proxy in front of the server can terminate TLS",
     "--ssl-keyfile": "a proxy in front of the server can terminate TLS",
     "--structured-outputs-config": "structured output is not supported",

@@ -28,6 +28,7 @@ _GROUPS = {
     "prefix_cache": "Prefix cache",
     "scheduler": "Scheduling",
     "predictor": "Scheduling",
+    "speculation": "Speculation",
     "forward": "Forward pass",
     "sampling": "Sampling",
     "trace": "Trace",

@@ -104,5 +104,7 @@ def _entry(output: RequestOutput, prompt: str) -> dict[str, Any]:
             "tpot_s": metrics.tpot,
             "total_time_s": metrics.total_time,
             "throughput_tokens_per_s": metrics.throughput,
+            "num_draft_tokens": metrics.num_draft_tokens,
+            "num_accepted_tokens": metrics.num_accepted_tokens,
         },
     }

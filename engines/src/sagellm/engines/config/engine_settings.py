@@ -75,6 +75,11 @@ class EngineSettings(TypedDict, total=False):
     """most sequences that run at once"""
     lifetime_predictor: str | Mapping[str, Any] | ProviderSpec
     """lifetime predictor by name"""
+    speculation: str | Mapping[str, Any] | ProviderSpec | None
+    """draft proposer by name: ngram, suffix; null: no drafts"""
+    adaptive_speculation: bool
+    """draft as many tokens as pay, by what was accepted and what steps took; false: always as many as the
+    proposer has, at most 16"""
     forward_backend: str | Mapping[str, Any] | ProviderSpec
     """forward backend by name; auto: the first installed one that can run the model"""
     attention_backend: str | Mapping[str, Any] | ProviderSpec

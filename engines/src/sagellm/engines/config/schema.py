@@ -25,6 +25,7 @@ from sagellm.engines.config.sections import (
     SamplingConfig,
     SchedulerConfig,
     ServerConfig,
+    SpeculationConfig,
     TraceConfig,
 )
 from sagellm.engines.config.settings import ALL_NAMES, FLAT_NAMES
@@ -40,6 +41,7 @@ class EngineConfig(Checked):
     prefix_cache: PrefixCacheConfig = Field(default_factory=PrefixCacheConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     predictor: PredictorConfig = Field(default_factory=PredictorConfig)
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     forward: ForwardConfig = Field(default_factory=ForwardConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     trace: TraceConfig = Field(default_factory=TraceConfig)
@@ -114,6 +116,7 @@ SECTIONS: dict[str, type[Checked]] = {
         PrefixCacheConfig,
         SchedulerConfig,
         PredictorConfig,
+        SpeculationConfig,
         ForwardConfig,
         SamplingConfig,
         TraceConfig,

@@ -333,6 +333,21 @@ class PredictorConfig(Checked):
     name: OneProvider = provider("lifetime_predictor", "statistical", "lifetime predictor by name")
 
 
+class SpeculationConfig(Checked):
+    """Who drafts tokens that a step then verifies. The output is the same without."""
+
+    section: ClassVar[str] = "speculation"
+
+    proposer: OneProvider | None = provider(
+        "draft_proposer", None, "draft proposer by name: ngram, suffix; null: no drafts"
+    )
+    adaptive: bool = Field(
+        default=True,
+        description="draft as many tokens as pay, by what was accepted and what steps took; false: always "
+        "as many as the proposer has, at most 16",
+    )
+
+
 class ForwardConfig(Checked):
     """Who computes the forward pass."""
 

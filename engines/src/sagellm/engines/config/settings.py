@@ -38,6 +38,8 @@ FLAT_NAMES: dict[str, str] = {
     "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
     "max_num_seqs": "scheduler.max_num_seqs",
     "lifetime_predictor": "predictor.name",
+    "speculation": "speculation.proposer",
+    "adaptive_speculation": "speculation.adaptive",
     "forward_backend": "forward.backend",
     "attention_backend": "forward.attention",
     "executor": "forward.executor",

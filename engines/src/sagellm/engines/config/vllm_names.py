@@ -21,6 +21,11 @@ class VLLMSetting(NamedTuple):
 
 _ONE_DEVICE = "a model runs on one device; set `device` to choose it"
 _BOTH = (True, False)
+SPECULATION = (
+    "write speculation='ngram{max_tokens=8,min_match=2}' for {'method': 'ngram', "
+    "'num_speculative_tokens': 8, 'prompt_lookup_min': 2}, and speculation='suffix' for "
+    "{'method': 'suffix'}; no model drafts"
+)
 
 VLLM_NAMES: dict[str, VLLMSetting] = {
     "tensor_parallel_size": VLLMSetting((1,), _ONE_DEVICE),
@@ -38,7 +43,7 @@ VLLM_NAMES: dict[str, VLLMSetting] = {
     "tokenizer_mode": VLLMSetting(("auto",), "the tokenizer is the one that transformers chooses"),
     "skip_tokenizer_init": VLLMSetting((False,), "give SamplingParams(detokenize=False) to get no text"),
     "enable_lora": VLLMSetting((False,), "adapters are not supported"),
-    "speculative_config": VLLMSetting((None,), "speculative decoding is not supported"),
+    "speculative_config": VLLMSetting((None,), SPECULATION),
     "compilation_config": VLLMSetting((None,), "nothing is compiled"),
     "num_gpu_blocks_override": VLLMSetting((None,), "set num_blocks"),
     "download_dir": VLLMSetting((None,), "set the environment variable HF_HUB_CACHE to the folder"),

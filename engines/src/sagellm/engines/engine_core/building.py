@@ -25,8 +25,9 @@ from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.kv_modules import KVModules, build_kv
 from sagellm.engines.engine_core.kv_tiers import build_offload, build_saves
 from sagellm.engines.engine_core.pass_admin import PassAdmin
-from sagellm.engines.engine_core.scheduler import DraftProposer, Scheduler
+from sagellm.engines.engine_core.scheduler import Scheduler
 from sagellm.engines.engine_core.seats import Seats
+from sagellm.engines.engine_core.speculation import Speculation
 from sagellm.engines.engine_core.step_cost_fit import StepCostFit
 from sagellm.engines.engine_core.step_runner import StepRunner
 from sagellm.engines.modules import Modules
@@ -44,9 +45,8 @@ class CorePlan:
     """What a core is built from. The core closes `trace`.
 
     `fingerprint` returns a value that is equal for models with interchangeable KV; it is called when a tier
-    or a save first needs it. `progress` is the hook that a backend calls at each layer. `propose` guesses
-    tokens that a step then verifies. `predictor` and `make_offload`, of a simulation for instance, take the
-    place of what the configuration names.
+    or a save first needs it. `progress` is the hook that a backend calls at each layer. `predictor` and
+    `make_offload`, of a simulation for instance, take the place of what the configuration names.
     """
 
     modules: Modules
@@ -57,7 +57,6 @@ class CorePlan:
     fingerprint: Callable[[], str] = str
     trace: TraceWriter = field(default_factory=NullTrace)
     progress: ProgressHook = field(default_factory=ProgressHook)
-    propose: DraftProposer | None = None
     predictor: LifetimePredictorProtocol | None = None
     make_offload: Callable[[KVMemory], KVOffloadProtocol] | None = None
     cost_fit: StepCostFit = field(default_factory=StepCostFit)
@@ -82,8 +81,9 @@ def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None
         executor, seats, runtime.clock, label=label, vocab_size=plan.vocab_size, buffers=plan.buffers
     )
     memory, kv = _build_kv(plan, seats, steps)
-    ir, passes, scheduler, batching = _build_scheduler(plan, kv.manager)
-    return EngineCore(
+    speculation = _build_speculation(plan, kv.manager)
+    ir, passes, scheduler, batching = _build_scheduler(plan, kv.manager, speculation)
+    core = EngineCore(
         CoreParts(
             scheduler=scheduler,
             kv=kv.manager,
@@ -96,6 +96,7 @@ def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None
             runtime=runtime,
             cost_fit=plan.cost_fit,
             passes=passes,
+            speculation=speculation,
             trace=plan.trace,
             metrics_of={
                 **kv.metrics_of,
@@ -109,6 +110,10 @@ def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None
             progress=plan.progress,
         )
     )
+    if speculation is not None:
+        core.add_metrics("speculation", speculation.metrics)
+        core.add_metrics("draft_proposer", speculation.proposer_metrics)
+    return core
 
 
 def _build_kv(plan: CorePlan, seats: Seats, steps: StepRunner) -> tuple[KVMemory, KVModules]:
@@ -123,8 +128,25 @@ def _build_kv(plan: CorePlan, seats: Seats, steps: StepRunner) -> tuple[KVMemory
     )
 
 
+def _build_speculation(plan: CorePlan, kv: KVCacheManager) -> Speculation | None:
+    """Build what adds drafts to steps, if the configuration names a proposer."""
+    config = plan.modules.config
+    spec = config.speculation.proposer
+    if spec is None:
+        return None
+    return Speculation(
+        plan.modules.make("draft_proposer", spec),
+        kv,
+        name=plan.modules.label("draft_proposer", spec.name),
+        now_ns=plan.runtime.clock.now_ns,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        vocab_size=plan.vocab_size,
+        is_adaptive=config.speculation.adaptive,
+    )
+
+
 def _build_scheduler(
-    plan: CorePlan, kv: KVCacheManager
+    plan: CorePlan, kv: KVCacheManager, speculation: Speculation | None
 ) -> tuple[SchedulerIRProtocol, PassAdmin, Scheduler, BatchingMeter]:
     """Build what decides, the queues that carry it out, and the meter of both."""
     config, clock = plan.modules.config.scheduler, plan.runtime.clock
@@ -147,14 +169,5 @@ def _build_scheduler(
     if config.print != "none":
         ir.watch(config.print)
     passes, batching = PassAdmin(ir, plan.modules), BatchingMeter(**limits)
-    scheduler = Scheduler(
-        ir,
-        passes,
-        kv,
-        batching,
-        now_ns=clock.now_ns,
-        propose=plan.propose,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        vocab_size=plan.vocab_size,
-    )
+    scheduler = Scheduler(ir, passes, kv, batching, now_ns=clock.now_ns, speculation=speculation)
     return ir, passes, scheduler, batching

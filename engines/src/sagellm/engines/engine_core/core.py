@@ -39,8 +39,9 @@ from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.predictions import Predictions
 from sagellm.engines.engine_core.scheduler import Scheduler
 from sagellm.engines.engine_core.sequence import RequestStatus, Sequence
+from sagellm.engines.engine_core.speculation import Speculation
 from sagellm.engines.engine_core.step_cost_fit import StepCostFit, work_of
-from sagellm.engines.engine_core.step_runner import PlannedStep, StepResult, StepRunner
+from sagellm.engines.engine_core.step_runner import DraftedRows, PlannedStep, StepResult, StepRunner
 from sagellm.engines.engine_core.step_tokens import StepTokens
 from sagellm.engines.logging import fields
 from sagellm.engines.sampling.stop import check_stop_conditions
@@ -85,6 +86,7 @@ class CoreParts:
     registry: PluginRegistry
     runtime: Runtime
     passes: PassAdmin
+    speculation: Speculation | None = None
     cost_fit: StepCostFit = field(default_factory=StepCostFit)
     trace: TraceWriter = field(default_factory=NullTrace)
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
@@ -284,6 +286,8 @@ class EngineCore(EngineProtocol):
             return
         self._work = work = work_of(step)
         self.parts.cost_fit.add(work, self.steps.last_ns)
+        if self.parts.speculation is not None:
+            self.parts.speculation.measure(step, self.steps.last_ns)
         if self.kv.offload is not None:  # decides what is fetched
             self.kv.offload.measure_prefill(work.num_tokens, float(work.num_pairs), self.steps.last_ns)
 
@@ -335,14 +339,16 @@ class EngineCore(EngineProtocol):
             sequence.num_scored += len(scores)
             if sequence.num_scored >= sequence.num_to_score:
                 self._seats.scored.discard(seat)
-        for each in result.had_drafts:
-            self.kv.truncate(Seat(each), int(self._seats.num_tokens[each]))
+        if result.drafted is not None:
+            self._take_drafted(result.drafted)
         runs = result.tokens
         sequence_ids = self._seats.sequence_ids.take(result.seats)
         if np.count_nonzero(runs.counts) < len(sequence_ids):
             sequence_ids = sequence_ids[runs.counts > 0]
         first = outputs.extend(sequence_ids.tolist(), runs)
         has_more = result.is_first | result.is_over
+        if result.drafted is not None:
+            has_more[result.drafted.rows] = True
         if result.logprobs:
             has_more |= np.isin(result.seats, list(result.logprobs))
         if np.count_nonzero(has_more):
@@ -350,6 +356,14 @@ class EngineCore(EngineProtocol):
             places, tokens = np.cumsum(is_told) - 1 + first, runs.lists()
             for row in np.flatnonzero(has_more & is_told).tolist():
                 outputs.replace(int(places[row]), self._describe(result, row, tokens[row]))
+
+    def _take_drafted(self, drafted: DraftedRows) -> None:
+        """Give back the blocks of refused drafts, and learn from what was accepted."""
+        for _, seat, num_drafts, num_accepted in zip(*(each.tolist() for each in drafted), strict=True):
+            self.kv.truncate(Seat(seat), int(self._seats.num_tokens[seat]))
+            self.scheduler.log.drafted(self._seats.sequence_ids[seat], num_drafts, num_accepted)
+        if self.parts.speculation is not None:
+            self.parts.speculation.learn(drafted)
 
     def _describe(self, result: StepResult, row: int, tokens: list[int]) -> TokenOutput:
         """Return what a sequence's output says besides its tokens, and end the sequence if it is over."""
@@ -373,6 +387,7 @@ class EngineCore(EngineProtocol):
                 sequence.request.max_tokens,
             )
             self._finish(sequence.sequence_id, reason or "length")
+        drafted = (0, 0) if result.drafted is None else result.drafted.counts_of(row)
         return TokenOutput(
             sequence.sequence_id,
             tokens,
@@ -383,6 +398,8 @@ class EngineCore(EngineProtocol):
             prompt_scores=prompt_scores,
             scheduled_ns=scheduled_ns,
             num_preemptions=sequence.num_preemptions if result.is_over[row] else 0,
+            num_draft_tokens=drafted[0],
+            num_accepted_tokens=drafted[1],
         )
 
     def _fail(self, sequence_id: SequenceId, error: BaseException) -> TokenOutput:

@@ -100,6 +100,8 @@ class Story:
     facts: Facts
     number: int  # in the order of arrival
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     events: list[Any] = field(default_factory=list)
     num_forgotten: int = 0  # events
     num_computed: int = 0  # tokens, while its prompt is computed
@@ -255,6 +257,12 @@ class DecisionLog:
         self._num_finished_events += len(story.events)
         while len(self._finished) > MAX_FINISHED or self._num_finished_events > MAX_FINISHED_EVENTS:
             self._num_finished_events -= len(self._finished.popleft().events)
+
+    def drafted(self, sequence_id: SequenceId, num_tokens: int, num_accepted: int) -> None:
+        """Count what became of a sequence's draft."""
+        if (story := self._live.get(sequence_id)) is not None:
+            story.num_draft_tokens += num_tokens
+            story.num_accepted_tokens += num_accepted
 
     def stories(self) -> list[Story]:
         """Return what is remembered, in the order of arrival."""

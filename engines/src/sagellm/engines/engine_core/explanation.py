@@ -36,6 +36,8 @@ class SequenceExplanation:
     preempted_for_it: tuple[str, ...]
     num_preemptions: int
     num_wasted_tokens: int  # whose KV its preemptions lost
+    num_draft_tokens: int  # that were verified
+    num_accepted_tokens: int  # of those
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +143,8 @@ def _explain(log: DecisionLog, story: Story, stories: Seq[Story], now_ns: int) -
         num_wasted_tokens=sum(
             event.num_wasted_tokens or 0 for event in others if isinstance(event, Preempted)
         ),
+        num_draft_tokens=story.num_draft_tokens,
+        num_accepted_tokens=story.num_accepted_tokens,
     )
 
 

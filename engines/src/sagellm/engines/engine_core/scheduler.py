@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -18,29 +18,26 @@ from sagellm.core import (
     ScheduleRequest,
     SchedulerIRProtocol,
     SequenceId,
-    TokenIds,
     UnknownRequestError,
-    get_logger,
 )
-from sagellm.core.plugins.failure import contained
-from sagellm.core.protocols.step import Runs, Seat
+from sagellm.core.protocols.step import Seat
 from sagellm.engines.engine_core.batching import BatchingMeter
 from sagellm.engines.engine_core.decision_log import DecisionLog
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.seats import Places, RemainingColumns
 from sagellm.engines.engine_core.sequence import RequestStatus, Sequence
+from sagellm.engines.engine_core.speculation import Speculation
 from sagellm.engines.engine_core.step_runner import PlannedStep
 from sagellm.engines.engine_core.waiting import WaitingRows, place_of, schedule_request
 
 Ints = npt.NDArray[np.int32]
-logger = get_logger(__name__)
 
 MAX_SCORED_POSITIONS = 256
 """Positions of prompts that one step scores; each has a row of logits as long as the vocabulary."""
 
-DraftProposer = Callable[[Seq[TokenIds]], Seq[Seq[int]]]
-"""Guesses how sequences continue, given all tokens of each; a draft may have any length, even 0."""
+
+_COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class Scheduler:
@@ -51,7 +48,7 @@ class Scheduler:
     decision starts from exact numbers again.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         ir: SchedulerIRProtocol,
         passes: PassAdmin,
@@ -59,9 +56,7 @@ class Scheduler:
         batching: BatchingMeter,
         *,
         now_ns: Callable[[], int],
-        propose: DraftProposer | None = None,
-        max_num_batched_tokens: int = 1 << 30,
-        vocab_size: int = 1 << 31,
+        speculation: Speculation | None = None,
     ) -> None:
         self._ir = ir
         self._passes = passes
@@ -69,9 +64,7 @@ class Scheduler:
         self._seats = kv.seats
         self._batching = batching
         self._now_ns = now_ns
-        self._propose = propose
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._vocab_size = vocab_size
+        self._speculation = speculation
         self._sequences: dict[SequenceId, Sequence] = {}
         self._waiting = WaitingRows()
         self._running: list[Sequence] = []  # in order of admission, like `_running_seats`
@@ -181,7 +174,7 @@ class Scheduler:
         self._seats.last_step[planned.seats] = plan.step
         if self._seats.scored:
             return self._limit_scored(planned)
-        return planned if self._propose is None else self._with_drafts(planned, self._propose)
+        return planned if self._speculation is None else self._speculation.with_drafts(planned)
 
     def expired(self, now_ns: int) -> list[SequenceId]:
         """Return the sequences whose deadline has passed. One comparison until the earliest one has."""
@@ -219,6 +212,8 @@ class Scheduler:
         if sequence is None:
             raise UnknownRequestError(f"no live request has the id {sequence_id!r}")
         self.log.finished(sequence, status)
+        if self._speculation is not None:
+            self._speculation.departed(sequence, is_over=status in _COMPLETE)
         self._kv.release(sequence, is_sound=status is not RequestStatus.FINISHED_ERROR)
         if sequence.status is RequestStatus.RUNNING:
             self._stop_running(sequence)
@@ -312,6 +307,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, *, is_swapped: bool) -> None:
         is_swapped = is_swapped and self._kv.swap_out(sequence)
+        if self._speculation is not None:
+            self._speculation.departed(sequence, is_over=False)
         self._kv.release(sequence)
         self._stop_running(sequence)
         sequence.status = RequestStatus.SWAPPED if is_swapped else RequestStatus.WAITING
@@ -333,50 +330,3 @@ class Scheduler:
             left -= max(0, min(num_scored, left))
         is_kept = num_new > 0
         return PlannedStep(seats=planned.seats[is_kept], num_new=num_new[is_kept]) if is_kept.any() else None
-
-    def _with_drafts(self, planned: PlannedStep, propose: DraftProposer) -> PlannedStep:
-        """Add drafts to decoding sequences, as far as token budget, length and free blocks allow.
-
-        A proposer only guesses: if it fails, the step has no drafts.
-        """
-        table, seats = self._seats, planned.seats
-        is_decode = (planned.num_new == 1) & (table.num_in_flight[seats] == 0)
-        is_decode &= table.num_computed[seats] + 1 == table.num_tokens[seats]
-        rows = np.flatnonzero(is_decode)
-        budget = self._max_num_batched_tokens - planned.num_tokens
-        drafts: list[Seq[int]] = [()] * len(seats)
-        asked = [table.token_ids(Seat(seat)) for seat in seats[rows].tolist()]
-        most = np.minimum(budget, (table.max_total - 1 - table.num_tokens)[seats[rows]])
-        with contained() as failure:
-            proposed = _checked_drafts(propose(asked), most.tolist(), self._vocab_size)
-        if failure.error is not None:
-            logger.error("the draft proposer failed; the step has no drafts", exc_info=failure.error)
-            return planned
-        for row, whole in zip(rows.tolist(), proposed, strict=True):
-            seat = Seat(int(seats[row]))
-            num_tokens, draft = int(table.num_tokens[seat]), whole[: max(0, budget)]
-            if not draft:
-                continue
-            if self._kv.reserve(seats[row : row + 1], np.array([num_tokens + len(draft)], np.int32)):
-                continue  # there are no blocks for it
-            drafts[row] = draft
-            budget -= len(draft)
-        counts = np.array([len(draft) for draft in drafts], np.int32)
-        if not counts.any():
-            return planned
-        ids = np.array([token for draft in drafts for token in draft], np.int32)
-        return PlannedStep(seats=seats, num_new=planned.num_new + counts, drafts=Runs(ids, counts))
-
-
-def _checked_drafts(proposed: Iterable[Seq[int]], most: Seq[int], vocab_size: int) -> list[list[int]]:
-    """Return the drafts, each cut to its entry of `most`. Raises ValueError unless all are tokens."""
-    drafts = []
-    for draft, length in zip(proposed, most, strict=True):
-        ids = np.asarray(draft[: max(0, length)])
-        is_empty = not ids.size
-        if not is_empty and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
-            raise ValueError(f"a draft is {ids!r}; it must be a sequence of token ids")
-        if not is_empty and not 0 <= ids.min() <= ids.max() < vocab_size:
-            raise ValueError(f"a draft has the tokens {ids.min()} … {ids.max()}; there are {vocab_size}")
-        drafts.append([] if is_empty else ids.tolist())
-    return drafts

@@ -33,8 +33,11 @@ Floats = npt.NDArray[np.float64]
 
 
 def work_of(step: StepInput) -> StepWork:
-    """Return what a step computes."""
-    return StepWork.of(step.starts, step.num_new)
+    """Return what a step computes. A decode with drafts is not a prefill."""
+    work = StepWork.of(step.starts, step.num_new)
+    if step.drafts is None:
+        return work
+    return work._replace(num_prefills=int(np.count_nonzero(step.num_new - step.drafts.counts > 1)))
 
 
 class StepCostFit:

@@ -43,6 +43,22 @@ class PlannedStep(NamedTuple):
         return int(self.num_new.sum())
 
 
+class DraftedRows(NamedTuple):
+    """The rows of a result that had drafts."""
+
+    rows: Places  # rising
+    seats: Places
+    num_drafts: Ints  # tokens, at least 1
+    num_accepted: Ints  # of them, up to the end of the sequence
+
+    def counts_of(self, row: int) -> tuple[int, int]:
+        """Return the draft tokens of a row of the result, and how many of them were accepted."""
+        place = int(np.searchsorted(self.rows, row))
+        if place == len(self.rows) or self.rows[place] != row:
+            return 0, 0
+        return int(self.num_drafts[place]), int(self.num_accepted[place])
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepResult:
     """What a collected step did to sequences that still have their seats. Tokens end at the first stop."""
@@ -51,7 +67,7 @@ class StepResult:
     tokens: Runs  # of the rows
     is_first: Bools  # (rows,) whether these are the first tokens of its output
     is_over: Bools  # (rows,) whether the last of these tokens ends it
-    had_drafts: Seq[int] = ()  # seats for which drafts were verified
+    drafted: DraftedRows | None = None
     logprobs: Mapping[Seat, Seq[SampledToken]] = field(default_factory=dict)  # of those tokens
     scores: Mapping[Seat, PromptScores] = field(default_factory=dict)
     errors: Mapping[Seat, BaseException] = field(default_factory=dict)
@@ -288,18 +304,22 @@ class StepRunner:
         is_first = before == table.num_prompt.take(seats)
         if len(runs.ids) != len(seats) or step.drafts is not None:
             is_first &= after > before
+        drafted = None
         if step.drafts is not None:
             num_refused = step.drafts.counts - output.num_accepted
             computed = np.minimum(computed - num_refused, after - 1)  # a run may have been truncated
             table.num_computed[seats] -= num_refused
             table.is_held[seats] = False
+            rows = np.flatnonzero(step.drafts.counts)
+            num_accepted = np.minimum(output.num_accepted, runs.counts)[rows]
+            drafted = DraftedRows(rows, seats[rows], step.drafts.counts[rows], num_accepted)
         table.num_committed[seats] = computed
         return StepResult(
             seats=seats,
             tokens=runs,
             is_first=is_first,
             is_over=is_over,
-            had_drafts=() if step.drafts is None else seats[step.drafts.counts > 0].tolist(),
+            drafted=drafted,
             logprobs={
                 Seat(int(seats[row])): tokens[: runs.counts[row]] for row, tokens in output.logprobs.items()
             },

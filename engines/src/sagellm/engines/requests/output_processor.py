@@ -168,6 +168,8 @@ class OutputProcessor:
                 reason, stop_reason = "stop", matched
         output.error = token_output.error
         metrics.num_preemptions += token_output.num_preemptions
+        metrics.num_draft_tokens += token_output.num_draft_tokens
+        metrics.num_accepted_tokens += token_output.num_accepted_tokens
         if reason is not None:
             self._close(live, token_output.sequence_id, continuation, reason, stop_reason)
         return stopped_by_string

@@ -44,6 +44,8 @@ class RequestMetrics:
     num_output_tokens: int = 0  # of all continuations
     num_longest_output_tokens: int = 0  # tokens of the longest continuation
     num_preemptions: int = 0  # of all continuations that have ended
+    num_draft_tokens: int = 0  # verified, of all continuations
+    num_accepted_tokens: int = 0  # of those
 
     @property
     def queue_time(self) -> float | None:

@@ -53,7 +53,7 @@ def build_simulated_core(
 
     What the configuration leaves open follows the costs: the blocks that fit, and a step's target. Tiers are
     those of `kv.tiers`; they store nothing and take the costs' time. `predictor` replaces the configured one.
-    Raises ConfigError if the costs lack what the configuration needs.
+    Nothing drafts: tokens have no values. Raises ConfigError if the costs lack what the configuration needs.
     """
     config = _with_defaults(config, costs)
     num_blocks, num_seats = config.kv.num_blocks, config.scheduler.max_num_seqs
@@ -95,7 +95,12 @@ def _with_defaults(config: EngineConfig, costs: StepCosts) -> EngineConfig:
         )
     target_ms = config.scheduler.step_target_ms or (GPU_STEP_MS if costs.device == "cuda" else CPU_STEP_MS)
     return config.with_values(
-        {"kv.num_blocks": num_blocks, "scheduler.step_target_ms": target_ms, "model.device": "cpu"}
+        {
+            "kv.num_blocks": num_blocks,
+            "scheduler.step_target_ms": target_ms,
+            "model.device": "cpu",
+            "speculation.proposer": None,
+        }
     )
 
 

@@ -83,6 +83,10 @@ def _lines(sequence: Values) -> Iterator[str]:
             f"preemptions: {sequence['num_preemptions']:,}; tokens whose KV has to be computed again: "
             f"{sequence['num_wasted_tokens']:,}"
         )
+    if sequence["num_draft_tokens"]:
+        yield (
+            f"drafts: {sequence['num_accepted_tokens']:,} of {sequence['num_draft_tokens']:,} tokens accepted"
+        )
 
 
 def _queued(event: Values) -> str:

@@ -1,4 +1,4 @@
-"""`cache|pool|eviction|scheduler|predictor|accel|comm stats`: the figures of a running engine's modules."""
+"""`cache|pool|eviction|scheduler|speculation|… stats`: the figures of a running engine's modules."""
 
 from __future__ import annotations
 
@@ -92,6 +92,18 @@ def _derive_work(engine: EngineMetrics) -> Figures:
     return figures
 
 
+def _derive_speculation(_: Any, engine: EngineMetrics) -> Figures:
+    """Add what became of drafts, and the proposer's mean time for one."""
+    found = engine.modules["speculation"]
+    figures = {name: value for name, value in asdict(found).items() if name != "proposer"}
+    places = figures.pop("num_accepted_by_place")
+    figures |= {f"num_accepted_at_{place}": number for place, number in enumerate(places, 1) if number}
+    if found.num_draft_tokens:
+        figures["acceptance"] = found.num_accepted_tokens / found.num_draft_tokens
+        figures["mean_accepted_length"] = found.mean_accepted_length
+    return figures
+
+
 def _derive_accel(quantizer: Any, _: EngineMetrics) -> Figures:
     if not quantizer.original_bytes:
         return {}
@@ -126,6 +138,12 @@ MODULES: dict[str, Module] = {
         without="no tiers are used; --kv-tiers '{host: 4GiB}' at the engine's start keeps what is evicted",
     ),
     "scheduler": Module(kind="scheduler", title="scheduler", derive=_derive_scheduler),
+    "speculation": Module(
+        kind="draft_proposer",
+        title="speculation",
+        derive=_derive_speculation,
+        without="no drafts are made; --speculation ngram at the engine's start makes them",
+    ),
     "predictor": Module(kind="lifetime_predictor", title="lifetime predictor"),
     "accel": Module(
         kind="quantizer",
@@ -234,4 +252,5 @@ def _app(name: str) -> typer.Typer:
 cache, pool, eviction = _app("cache"), _app("pool"), _app("eviction")  # cli.cache and cli.pool have more
 tiers = _app("tiers")
 scheduler, predictor, accel = _app("scheduler"), _app("predictor"), _app("accel")
+speculation = _app("speculation")
 comm = make_app("topology", read_machine)

@@ -70,6 +70,11 @@ _PASS_COUNTERS = {
     "scheduler_pass_decisions": "decisions of a pass of the scheduler",
     "scheduler_pass_seconds": "time that a pass of the scheduler took",
 }
+_DRAFT_COUNTERS = (
+    ("num_drafts", "drafts that were verified", "num_drafts"),
+    ("num_draft_tokens", "draft tokens that were verified", "num_draft_tokens"),
+    ("num_accepted_tokens", "draft tokens that were accepted", "num_accepted_tokens"),
+)
 _TIMEOUT_S = 4.0
 
 _Family = GaugeMetricFamily | CounterMetricFamily
@@ -142,7 +147,11 @@ class ServerMetrics(Collector):
         used = engine.num_held_blocks / total if total else 0.0
         waiting = {"capacity": engine.num_waiting - engine.num_deferred, "deferred": engine.num_deferred}
         policy_failure = bool(getattr(cache, "policy_failure", ""))
-        failed = {"eviction_policy": policy_failure, "scheduler_pass": len(pass_failures(engine))}
+        failed = {
+            "eviction_policy": policy_failure,
+            "scheduler_pass": len(pass_failures(engine)),
+            "draft_proposer": bool(getattr(engine.modules.get("speculation"), "failure", "")),
+        }
         gauge, counter = self._gauge, self._counter
         yield gauge("engine_up", "1 while /health says 200, else 0", self._is_up)
         yield counter("engine_restarts", "times that the engine's process was started again", self._restarts)
@@ -159,8 +168,9 @@ class ServerMetrics(Collector):
         yield counter("prompt_tokens_cached", told, self.num_cached_tokens)
         yield counter("generation_tokens", "tokens generated", self.num_generation_tokens)
         yield counter("request_success", "requests by how they ended", self.num_ended, "finished_reason")
+        yield from self._speculation()
         yield from self._passes()
-        told = "policies and passes that failed; the engine goes on without them"
+        told = "policies, passes and draft proposers that failed; the engine goes on without them"
         yield gauge("failed_modules", told, failed, "kind")
         yield from self._of_tenants()
         for name in (*_HISTOGRAMS, *_ALIASES):
@@ -172,6 +182,20 @@ class ServerMetrics(Collector):
             "iteration_tokens_total", f"{told} of the engine", buckets, engine.num_computed_tokens
         )
         yield self._cache_config()
+
+    def _speculation(self) -> Iterable[Metric]:
+        """Yield what became of drafts, with vLLM's names; no samples if nothing drafts."""
+        found, spec = self._engine.modules.get("speculation"), self._config.speculation.proposer
+        name = "" if spec is None else spec.name
+        for suffix, text, field in _DRAFT_COUNTERS:
+            by_name = {} if found is None else {name: getattr(found, field)}
+            yield self._counter(f"spec_decode_{suffix}", text, by_name, "proposer")
+        places = getattr(found, "num_accepted_by_place", ())
+        by_place = {(name, str(place)): number for place, number in enumerate(places)}
+        told = "accepted draft tokens by their place in the draft"
+        yield self._counter("spec_decode_num_accepted_tokens_per_pos", told, by_place, "proposer", "position")
+        seconds = {} if found is None else {name: found.propose_ns / 1e9}
+        yield self._counter("spec_decode_proposer_seconds", "time in the draft proposer", seconds, "proposer")
 
     def _passes(self) -> Iterable[Metric]:
         """Yield what each pass of the scheduler did; passes of one name are added up."""

@@ -167,12 +167,19 @@ def usage(requests: Sequence[RequestOutput], job: Job) -> dict[str, Any]:
     num_prompt = sum(len(request.prompt_token_ids) for request in requests)
     outputs = [output for request in requests for output in request.outputs]
     num_output = 0 if job.hides_output else sum(len(output.token_ids) for output in outputs)
-    return {
+    counted: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": sum(request.num_cached_tokens for request in requests)},
     }
+    if num_drafts := sum(request.metrics.num_draft_tokens for request in requests):
+        num_accepted = sum(request.metrics.num_accepted_tokens for request in requests)
+        counted["completion_tokens_details"] = {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_drafts - num_accepted,
+        }
+    return counted
 
 
 def end_of(output: CompletionOutput) -> bytes:

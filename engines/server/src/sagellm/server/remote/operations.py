@@ -10,6 +10,7 @@ import msgspec
 
 from sagellm.core import (
     AttentionMetrics,
+    DraftProposerMetrics,
     EngineError,
     EngineMetrics,
     EngineProtocol,
@@ -25,11 +26,13 @@ from sagellm.core import (
 )
 from sagellm.engines.engine_core.batching import BatchingMetrics
 from sagellm.engines.engine_core.pass_failures import PassFailures
+from sagellm.engines.engine_core.speculation_metrics import SpeculationMetrics
 from sagellm.engines.worker.work import WorkMetrics
 
 _TYPES: dict[str, type[Any]] = {
     "attention_backend": AttentionMetrics,
     "batching": BatchingMetrics,
+    "draft_proposer": DraftProposerMetrics,
     "eviction_policy": EvictionMetrics,
     "forward_backend": ForwardMetrics,
     "kv_pool": KVPoolMetrics,
@@ -39,6 +42,7 @@ _TYPES: dict[str, type[Any]] = {
     "quantizer": QuantizerMetrics,
     "scheduler": SchedulerMetrics,
     "scheduler_pass": PassFailures,
+    "speculation": SpeculationMetrics,
     "step_cost": StepCostMetrics,
     "work": WorkMetrics,
 }

@@ -111,6 +111,8 @@ def describe(output: RequestOutput) -> str:
     if metrics.throughput is not None:
         parts.append(f"{metrics.throughput:.1f} tokens/s")
     parts.append(f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens cached")
+    if metrics.num_draft_tokens:
+        parts.append(f"{metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafted tokens accepted")
     endings = {"length": "cut off by --max-tokens or the context", "abort": "stopped"}
     if answer.finish_reason in endings:
         parts.append(endings[answer.finish_reason])

@@ -37,6 +37,9 @@ class EngineStatus:
     num_held_blocks: int | None = None
     eviction_failure: str = ""  # why last use replaced the eviction policy, if it did
     pass_failures: dict[str, str] = field(default_factory=dict)  # why scheduler passes were removed
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    draft_failure: str = ""  # why the draft proposer is not asked any more, if so
     error: str | None = None
 
 
@@ -75,6 +78,8 @@ def _failures(each: EngineStatus) -> Iterator[str]:
         yield f"{told}: {each.eviction_failure}"
     for failed, why in each.pass_failures.items():
         yield f"the scheduler pass {failed} failed and was removed: {why}"
+    if each.draft_failure:
+        yield f"there are no drafts any more: {each.draft_failure}"
 
 
 def read_all(engines: list[RunningEngine], *, timeout_s: float) -> list[EngineStatus]:
@@ -101,6 +106,7 @@ def read_status(engine: RunningEngine, *, timeout_s: float) -> EngineStatus:
             return found
         state = "down" if isinstance(error, EngineDeadError) else "busy"
         return replace(found, state=state, error=str(error))
+    drafts = metrics.modules.get("speculation")
     cache, pool = metrics.modules.get("prefix_cache"), metrics.modules.get("kv_pool")
     return replace(
         found,
@@ -110,6 +116,9 @@ def read_status(engine: RunningEngine, *, timeout_s: float) -> EngineStatus:
         num_held_blocks=metrics.num_held_blocks if isinstance(pool, KVPoolMetrics) else None,
         eviction_failure=cache.policy_failure if isinstance(cache, PrefixCacheMetrics) else "",
         pass_failures=pass_failures(metrics),
+        num_draft_tokens=getattr(drafts, "num_draft_tokens", 0),
+        num_accepted_tokens=getattr(drafts, "num_accepted_tokens", 0),
+        draft_failure=getattr(drafts, "failure", ""),
     )
 
 

@@ -1,0 +1,1 @@
+"""Draft proposers that need no model: they copy what was said before."""
