@@ -35,6 +35,9 @@ _REVIEW_STEPS = 8
 _PLAIN_STEPS = 64
 """While drafts are made, one of as many steps is without, to see what it takes."""
 
+_PROBE_DRAFT, _PROBE_TOKENS = 4, 32
+"""Tokens of a draft while its cost is unknown, and most of a step; long drafts may cost many steps' time."""
+
 _FIRST_PROBE, _LAST_PROBE = 64, 4096
 """Steps without drafts after which they are tried again: twice as many each time."""
 
@@ -156,7 +159,7 @@ class DraftLengths:
                 return None
             self._num_plain, self._probe_after = 0, min(2 * self._probe_after, _LAST_PROBE)
             self._num_steps = _REVIEW_STEPS
-            return np.full(len(seats), MAX_DRAFT, np.int32)
+            return _probe(len(seats))
         self._num_plain += 1
         if self._num_plain % _PLAIN_STEPS == 0:
             return None
@@ -167,7 +170,7 @@ class DraftLengths:
         self._num_reviews += 1
         known = [each for each, times in self._times.items() if times.num_drafted]
         if not known:
-            self._wanted[seats] = MAX_DRAFT
+            self._wanted[seats] = _probe(len(seats))
             return
         fixed, cost = self._times[min(known, key=lambda each: abs(each - size))].costs
         prior = _PRIOR_TRIALS * self.acceptance
@@ -188,6 +191,12 @@ class DraftLengths:
         if self._num_reviews % _LONE_REVIEWS == 0:
             wanted = np.maximum(wanted, 2)
         self._wanted[seats] = wanted
+
+
+def _probe(num_rows: int) -> Ints:
+    lengths: Ints = np.zeros(num_rows, np.int32)
+    lengths[: _PROBE_TOKENS // _PROBE_DRAFT] = _PROBE_DRAFT
+    return lengths
 
 
 def _size_of(num_rows: int) -> int:
