@@ -57,6 +57,7 @@ def test_every_field_of_the_tokenizer_is_listed():
 
 def test_every_metric_is_listed():
     labels = {"block_size", "code", "finished_reason", "kind", "num_gpu_blocks", "reason", "tenant"}
+    labels |= {"position", "proposer"}
     listed = set(re.findall(r"`(\w+)`", METRICS)) - labels
     page = ServerMetrics("m").render(EngineMetrics(), EngineConfig()).decode()
     assert {f"sagellm:{name}" for name in listed} == set(re.findall(r"^# TYPE (\S+)", page, re.MULTILINE))

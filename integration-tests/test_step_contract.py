@@ -215,6 +215,21 @@ def test_drafts_change_no_token(make_small_engine, expected, greedy, monkeypatch
     assert max(num_accepted) >= (6 if draft is oracle and settings == {} else 0)
 
 
+@pytest.mark.repeats
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("proposer", ["ngram{min_match=1}", "suffix{min_match=1,max_tokens=9}"])
+def test_a_proposer_changes_no_token(make_small_engine, expected, monkeypatch, proposer, settings, depth):
+    undrafted = expected(**settings)
+    if depth:
+        with_executor(monkeypatch, LateExecutor)
+    engine = make_small_engine(speculation=proposer, adaptive_speculation=False, **settings)
+    assert play(engine, aborts=False) == undrafted
+    found = engine.metrics().modules["speculation"]
+    assert found.failure == ""
+    assert found.num_draft_tokens > 0
+
+
 def test_blocks_of_refused_drafts_are_given_back(make_small_engine, monkeypatch):
     engine = make_small_engine(block_size=4, **DRAFTING)
     core = engine.client.core

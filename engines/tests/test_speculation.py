@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -217,7 +218,8 @@ def test_a_slow_proposer_is_not_asked_again(
     monkeypatch.setattr(speculation, "SLOW_NS", slow_ns)
     monkeypatch.setattr(speculation, "TOO_SLOW_NS", too_slow_ns)
     engine = make_engine(**DRAFTING)
-    slow = Failing("propose", lambda seats, most: time.sleep(0.001) or runs([], [0] * len(seats)))
+    monkeypatch.setattr(engine.client.core.parts.speculation, "_now_ns", partial(next, count(0, 10)))
+    slow = Failing("propose", lambda seats, most: runs([], [0] * len(seats)))
     put(engine, slow)
     assert generate(engine) == expected
     assert slow.num_failures == num_calls
