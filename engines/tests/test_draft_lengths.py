@@ -104,11 +104,21 @@ def test_a_new_sequence_starts_with_what_is_known_of_all():
     assert machine.run([0.8], 20) > 2.0
 
 
-def test_the_first_step_of_a_size_is_without_drafts():
+def test_the_first_steps_of_a_size_are_without_drafts():
     lengths = DraftLengths(4)
-    assert lengths.wanted(np.arange(2), 0.0) is None
-    lengths.measure(2, 0, PLAIN_NS)
+    for _ in range(2):
+        assert lengths.wanted(np.arange(2), 0.0) is None
+        lengths.measure(2, 0, PLAIN_NS)
     assert lengths.wanted(np.arange(2), 0.0) is not None
+
+
+def test_a_slow_first_step_with_drafts_counts_for_little():
+    lengths = DraftLengths(4)
+    machine = Machine(lengths, fixed=40.0, cost=0.05)
+    machine.run([0.9], 3)
+    machine.fixed = 0.05
+    machine.run([0.9], 40)
+    assert machine.run([0.9], 100) > 3.0
 
 
 def test_a_proposer_that_takes_as_long_as_steps_is_not_asked():

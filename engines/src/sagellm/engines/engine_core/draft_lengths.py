@@ -35,8 +35,12 @@ _REVIEW_STEPS = 8
 _PLAIN_STEPS = 64
 """While drafts are made, one of as many steps is without, to see what it takes."""
 
-_PROBE_DRAFT, _PROBE_TOKENS = 4, 32
-"""Tokens of a draft while its cost is unknown, and most of a step; long drafts may cost many steps' time."""
+_PROBE_DRAFTS, _PROBE_TOKENS = (6, 2), 32
+"""Tokens of drafts while their cost is unknown, in turn, to tell what a token costs from what any costs; and
+most of a step, since many may cost many steps' time."""
+
+_NUM_PLAIN, _NUM_TRIALS = 2, 3
+"""Steps without drafts, and then with them, before anything is decided: the first of each may be slow."""
 
 _FIRST_PROBE, _LAST_PROBE = 64, 4096
 """Steps without drafts after which they are tried again: twice as many each time."""
@@ -69,6 +73,8 @@ class _Times:
         if self.num_drafted > 1:
             extra = min(extra, 4 * self.extra + 0.5)
         weight = max(1 / self.num_drafted, _STEP_WEIGHT)
+        if self.num_drafted == 2 and extra * self.tokens < self.extra * num_tokens:
+            weight = 1.0  # the first one warmed something up
         self.tokens += weight * (num_tokens - self.tokens)
         self.tokens_squared += weight * (num_tokens**2 - self.tokens_squared)
         self.extra += weight * (extra - self.extra)
@@ -110,6 +116,7 @@ class DraftLengths:
         self._num_steps = self._num_reviews = 0  # since the last decision; in all
         self._is_plain = False  # drafts do not pay
         self._num_plain, self._probe_after = 0, _FIRST_PROBE
+        self._num_probes = 0
 
     @property
     def acceptance(self) -> float:
@@ -136,7 +143,7 @@ class DraftLengths:
             times.add_plain(took_ns)
         elif times.num_plain:
             times.add_drafted(took_ns, num_drafts)
-            if times.num_drafted <= 2:
+            if times.num_drafted <= _NUM_TRIALS:
                 self._num_steps = _REVIEW_STEPS  # decide at once
 
     def wanted(self, seats: npt.NDArray[np.intp], propose_ns: float) -> Ints | None:
@@ -148,7 +155,7 @@ class DraftLengths:
             return self._wanted.take(seats)
         size = _size_of(len(seats))
         times = self._times.get(size)
-        if times is None or not times.num_plain:
+        if times is None or times.num_plain < _NUM_PLAIN:
             return None  # first see what a step takes without
         self._num_steps += 1
         if size != self._size or self._num_steps >= _REVIEW_STEPS:
@@ -159,18 +166,25 @@ class DraftLengths:
                 return None
             self._num_plain, self._probe_after = 0, min(2 * self._probe_after, _LAST_PROBE)
             self._num_steps = _REVIEW_STEPS
-            return _probe(len(seats))
+            return self._probe(len(seats))
         self._num_plain += 1
         if self._num_plain % _PLAIN_STEPS == 0:
             return None
         return self._wanted.take(seats)
 
+    def _probe(self, num_rows: int) -> Ints:
+        self._num_probes += 1
+        length = _PROBE_DRAFTS[self._num_probes % len(_PROBE_DRAFTS)]
+        lengths: Ints = np.zeros(num_rows, np.int32)
+        lengths[: _PROBE_TOKENS // length] = length
+        return lengths
+
     def _decide(self, seats: npt.NDArray[np.intp], size: int, propose: float) -> None:
         self._size, self._num_steps = size, 0
         self._num_reviews += 1
-        known = [each for each, times in self._times.items() if times.num_drafted]
+        known = [each for each, times in self._times.items() if times.num_drafted >= _NUM_TRIALS]
         if not known:
-            self._wanted[seats] = _probe(len(seats))
+            self._wanted[seats] = self._probe(len(seats))
             return
         fixed, cost = self._times[min(known, key=lambda each: abs(each - size))].costs
         prior = _PRIOR_TRIALS * self.acceptance
@@ -191,12 +205,6 @@ class DraftLengths:
         if self._num_reviews % _LONE_REVIEWS == 0:
             wanted = np.maximum(wanted, 2)
         self._wanted[seats] = wanted
-
-
-def _probe(num_rows: int) -> Ints:
-    lengths: Ints = np.zeros(num_rows, np.int32)
-    lengths[: _PROBE_TOKENS // _PROBE_DRAFT] = _PROBE_DRAFT
-    return lengths
 
 
 def _size_of(num_rows: int) -> int:
