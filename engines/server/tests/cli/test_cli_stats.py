@@ -275,3 +275,36 @@ def test_figures_are_written_in_the_unit_of_their_name():
         "FIGURE       VALUE",
         "free blocks  3",
     ]
+
+
+def test_speculation_says_what_became_of_drafts(make_engine, run_engine, sage):
+    engine = make_engine(speculation="ngram{min_match=1}", adaptive_speculation=False)
+    greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, allowed_token_ids=[11, 12])
+    engine.generate(PROMPTS, greedy)
+    run_engine(engine)
+    found = engine.metrics().modules["speculation"]
+    shown = sage("llm", "speculation", "stats", "--json").json
+    assert shown["provider"] == "ngram"
+    assert shown["num_accepted_tokens"] == found.num_accepted_tokens > 0
+    assert shown["acceptance"] == pytest.approx(found.num_accepted_tokens / found.num_draft_tokens)
+    assert shown["mean_accepted_length"] == pytest.approx(found.mean_accepted_length)
+    assert shown["num_accepted_at_1"] == found.num_accepted_by_place[0]
+    assert shown["num_asked"] >= found.num_drafts
+    assert "acceptance" in sage("llm", "speculation", "stats").out
+    (status,) = sage("llm", "engine", "status", "--json").json["engines"]
+    assert status["num_draft_tokens"] == found.num_draft_tokens
+    told = sage("llm", "explain").out.partition("drafts: ")[2]
+    assert told.split()[1] == "of"
+
+
+def test_without_drafts_that_is_said(engine, sage):
+    assert "--speculation ngram at the engine's start" in sage("llm", "speculation", "stats").out
+
+
+def test_a_proposer_that_failed_is_shown(make_engine, run_engine, sage):
+    engine = make_engine(speculation="ngram", adaptive_speculation=False)
+    engine.client.core.parts.speculation.proposer.propose = lambda seats, most: 1 // 0
+    engine.generate(PROMPTS, GREEDY)
+    run_engine(engine)
+    assert "ZeroDivisionError" in sage("llm", "speculation", "stats").out
+    assert "no drafts any more: ZeroDivisionError" in sage("llm", "engine", "status").err
