@@ -154,6 +154,8 @@ def test_json_holds_everything_and_nothing_else_is_printed(sage, engine):
         "tpot_s": 0.02,
         "total_time_s": 0.025,
         "throughput_tokens_per_s": 80.0,
+        "num_draft_tokens": 0,
+        "num_accepted_tokens": 0,
     }
     assert result.err == ""
 
