@@ -42,6 +42,7 @@ from sagellm.core import (
     pack,
     run_to_end,
 )
+from sagellm.core.protocols.draft_proposer import NullDraftProposer
 from sagellm.core.protocols.eviction import NullEvictionPolicy
 from sagellm.core.protocols.kv_tier import NullKVTier
 from sagellm.core.protocols.lifetime import NullLifetimePredictor
@@ -91,6 +92,14 @@ class FailingPredictor(NullLifetimePredictor):
         setattr(self, call, fail)
 
 
+class FailingProposer(NullDraftProposer):
+    """Has no guess, and one method fails."""
+
+    def __init__(self, call: str = "") -> None:
+        super().__init__()
+        setattr(self, call, fail)
+
+
 class FailingTier(NullKVTier):
     """Has no room, and one method fails."""
 
@@ -120,6 +129,7 @@ class Plugin:
     def sagellm_providers(self) -> list[Provider]:
         """Return a provider of each kind."""
         kinds = {
+            "draft_proposer": FailingProposer,
             "eviction_policy": FailingPolicy,
             "lifetime_predictor": FailingPredictor,
             "kv_tier": FailingTier,
@@ -384,6 +394,10 @@ def engines() -> None:
     for call in ("predict", "update"):
         with logged("the lifetime predictor failed, 1 times", at_most=3):  # the 1st, 2nd and 4th time
             assert generate(lifetime_predictor=f"failing{{call={call}}}") == expected, call
+    for call in ("arrived", "propose", "departed"):
+        with logged("is not asked any more"):
+            drafting = {"speculation": f"failing{{call={call}}}", "adaptive_speculation": False}
+            assert generate(**drafting) == expected, call
     with logged("failed and is removed until passes are set again"):
         assert generate(scheduler_passes="failing") == expected
     refuses("llm serve", "pip install sagellm-server")

@@ -455,6 +455,19 @@ def a_refused_draft_kept() -> None:
 
 
 @bug(
+    "The answers of one namespace make drafts in all.",
+    caught_by="engines/tests/test_draft_proposers.py::test_suffix_knows_the_answers_of_its_namespace_alone",
+)
+def drafts_across_namespaces() -> None:
+    from sagellm.core import Namespace
+    from sagellm.engines.drafts.suffix import SuffixProposer
+
+    @change(SuffixProposer, "arrived")
+    def arrived(original: Any, self: Any, seat: Any, token_ids: Any, num_prompt: int, _: Any) -> None:
+        original(self, seat, token_ids, num_prompt, Namespace())
+
+
+@bug(
     "The scheduler plans one token more than a step may have.",
     caught_by="scheduler-ir/tests/test_base_scheduler.py::TestBaseSchedulerIR"
     "::test_a_plan_fits_whatever_the_state",

@@ -67,10 +67,10 @@ class LateTokens(StepTokens):
         rows = np.flatnonzero(self._is_late(step.seats)) if self._in_flight else ()
         if not len(rows):
             return
-        assert (step.num_new[rows] == 1).all(), "a row whose last token is in flight computes that token"
         assert self._last is not None, "a token in flight is on the device"
-        ends = np.cumsum(step.num_new, dtype=np.int64)
-        placed = np.stack((ends[rows] - 1, step.seats[rows].astype(np.int64)))
+        # A row whose last token is in flight computes that token first, and then its drafts.
+        firsts = np.cumsum(step.num_new, dtype=np.int64) - step.num_new
+        placed = np.stack((firsts[rows], step.seats[rows].astype(np.int64)))
         places, seats = upload(placed, input_ids.device)
         input_ids.index_copy_(0, places, self._last.index_select(0, seats))
 
