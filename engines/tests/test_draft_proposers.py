@@ -71,6 +71,7 @@ def test_occurrences_are_those_that_a_search_finds(width):
         known = tokens[:size]
         ends = [end for end in range(size - 1, width - 1, -1) if known[end - width : end] == known[-width:]]
         assert [match.end for match in found] == (ends if size >= width else [])
+        assert text.repeats == bool(found)
         if found:
             best = max(found, key=lambda match: match.length)
             assert (best.end, best.length) == longest_before(known, width)

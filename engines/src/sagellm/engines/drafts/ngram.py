@@ -53,9 +53,9 @@ class NgramProposer(DraftProposerProtocol):
         """Return a draft for each sequence."""
         ids, counts = array("i"), []
         for seat, number in zip(seats.tolist(), most.tolist(), strict=True):
-            before = len(ids)
-            if number > 0:
-                ids += self._draft(self._texts[seat], min(number, self._max_tokens))
+            before, text = len(ids), self._texts[seat]
+            if number > 0 and text.repeats:
+                ids += self._draft(text, min(number, self._max_tokens))
             counts.append(len(ids) - before)
         self._num_asked += len(counts)
         self._num_drafts += len(counts) - counts.count(0)

@@ -40,6 +40,11 @@ class Occurrences:
         self._previous = array("i", [-1])  # of the run that ends before each place: where it ended before
         self._last: dict[int, int] = {}  # key of a run → where it ended last
 
+    @property
+    def repeats(self) -> bool:
+        """Whether its last `width` tokens occurred before, or have the key of others that did."""
+        return self._previous[-1] >= 0
+
     def append(self, ids: Ints) -> None:
         """Append tokens (tokens,)."""
         if len(ids) > _FEW:

@@ -146,6 +146,13 @@ class DraftLengths:
             if times.num_drafted <= _NUM_TRIALS:
                 self._num_steps = _REVIEW_STEPS  # decide at once
 
+    def rests(self, num_rows: int) -> bool:
+        """Whether a step has no drafts because they did not pay for as many rows; counts the step if so."""
+        if not self._is_plain or self._num_plain + 1 >= self._probe_after or _size_of(num_rows) != self._size:
+            return False
+        self._num_plain += 1
+        return True
+
     def wanted(self, seats: npt.NDArray[np.intp], propose_ns: float) -> Ints | None:
         """Return how long drafts of a step's decoding rows (rows,) should be; None if all 0.
 

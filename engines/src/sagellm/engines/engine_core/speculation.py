@@ -64,7 +64,7 @@ class Speculation:
 
     def with_drafts(self, planned: PlannedStep) -> PlannedStep:
         """Add drafts to decoding sequences, as far as they pay and budget, length and free blocks allow."""
-        if self._failure:
+        if self._failure or self.lengths.rests(len(planned.seats)):
             return planned
         table, seats = self._seats, planned.seats
         known = table.num_tokens.take(seats) + table.num_in_flight.take(seats)
