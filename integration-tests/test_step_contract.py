@@ -230,6 +230,43 @@ def test_a_proposer_changes_no_token(make_small_engine, expected, monkeypatch, p
     assert found.num_draft_tokens > 0
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_aborts_with_drafts_lose_nothing(make_small_engine, expected, greedy, monkeypatch, depth):
+    whole = expected()
+    if depth:
+        with_executor(monkeypatch, LateExecutor)
+    engine, proposals = make_small_engine(**DRAFTING), Proposals(greedy)
+    made = propose_with(engine, lambda tokens: [adversarial(proposals, each) for each in tokens])
+    for one, known in zip(play(engine), whole, strict=True):
+        assert one in ("aborted", known)
+    assert engine.metrics().modules["speculation"].num_accepted_tokens > 0
+    assert made.texts == {}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_failing_sequence_alone_ends_with_drafts(make_small_engine, expected, greedy, monkeypatch, depth):
+    whole = expected()
+    if depth:
+        with_executor(monkeypatch, LateExecutor)
+    engine, proposals = make_small_engine(**DRAFTING), Proposals(greedy)
+    propose_with(engine, lambda tokens: [oracle(proposals, each) for each in tokens])
+    runner = engine.client.core.runner
+    execute, poison = runner.execute_model, 77
+
+    def fail(batch: Any) -> Any:
+        if poison in batch.input_ids.tolist():
+            raise RuntimeError("poisoned")
+        return execute(batch)
+
+    monkeypatch.setattr(runner, "execute_model", fail)
+    outcomes = play(engine, aborts=False)
+    is_failed = [any(last == "error" for _, _, last, *_ in one[1]) for one in outcomes]
+    assert 0 < sum(is_failed) < len(outcomes)
+    for one, known, failed in zip(outcomes, whole, is_failed, strict=True):
+        assert failed or one == known
+    assert engine.metrics().modules["speculation"].num_accepted_tokens > 0
+
+
 def test_blocks_of_refused_drafts_are_given_back(make_small_engine, monkeypatch):
     engine = make_small_engine(block_size=4, **DRAFTING)
     core = engine.client.core
