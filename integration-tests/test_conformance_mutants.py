@@ -13,6 +13,7 @@ from mutants import breaking, failures
 
 from sagellm.core import KINDS, ExtraArg, PluginRegistry, ScheduleIR, SchedulerPassProtocol
 from sagellm.engines.sampling.processors import BadWords
+from sagellm.engines.testing.choice_grammar import ChoiceGrammar
 from sagellm.testing import kv_tier
 from sagellm.testing.installed import UncheckedError, factory_contract, installed_contract
 
@@ -76,6 +77,14 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
             "leaves taken at once are those that are named one by one",
             "leaves taken at once are those that are named one by one",
         ),
+    },
+    "grammar": {
+        "advance": ("masks say what advances", "masks say what advances"),
+        "mask": ("masks say what advances", "masks say what advances"),
+        "metrics": ("metrics count what was done", "metrics count what was done"),
+        "prepare": ("what is not valid is refused", "what is not valid is refused"),
+        "rollback": ("a rollback undoes what was appended", "a rollback undoes what was appended"),
+        "start": ("states share nothing", "states share nothing"),
     },
     "kv_allocator": {
         "all_allocated": ("an unknown id cannot be freed", "an unknown id cannot be freed"),
@@ -310,7 +319,11 @@ def registry() -> PluginRegistry:
     return PluginRegistry.load()
 
 
-OURS: dict[str, Callable[..., Any]] = {"logits_processor": StyledBadWords, "scheduler_pass": OldestFirst}
+OURS: dict[str, Callable[..., Any]] = {
+    "grammar": ChoiceGrammar,
+    "logits_processor": StyledBadWords,
+    "scheduler_pass": OldestFirst,
+}
 
 
 def factory(kind: str) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.eviction import *
     from sagellm.core.protocols.executor import *
     from sagellm.core.protocols.forward import *
+    from sagellm.core.protocols.grammar import *
     from sagellm.core.protocols.kv_allocator import *
     from sagellm.core.protocols.kv_events import *
     from sagellm.core.protocols.kv_offload import *
@@ -83,6 +84,7 @@ _NAMES = {
     "protocols.eviction": "CachedNode EvictionCandidate EvictionMetrics EvictionPolicyProtocol",
     "protocols.executor": "ExecutorProtocol StepWorker",
     "protocols.forward": "ForwardBackendProtocol ForwardMetrics ModelMetrics",
+    "protocols.grammar": "GrammarProtocol",
     "protocols.kv_allocator": "AllocatorMetrics KVAllocatorProtocol",
     "protocols.kv_events": "AllBlocksCleared BlockRemoved BlockStored KVCacheEvent KVEventSink RemovalReason",
     "protocols.kv_offload": "KVMemory KVOffloadProtocol",

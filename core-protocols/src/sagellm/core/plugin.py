@@ -20,6 +20,7 @@ _NULL = [
     ("lifetime_predictor", "lifetime:NullLifetimePredictor", "predicts the limit"),
     ("draft_proposer", "draft_proposer:NullDraftProposer", "has no guess"),
     ("logits_processor", "logits_processor:NullLogitsProcessor", "changes no logits"),
+    ("grammar", "grammar:NullGrammar", "compiles nothing"),
     ("attention_backend", "attention:NullAttentionBackend", "attends to nothing"),
     ("executor", "executor:NullExecutor", "fails every request"),
     ("forward_backend", "forward:NullForwardBackend", "computes nothing"),

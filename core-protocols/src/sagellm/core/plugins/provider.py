@@ -37,6 +37,7 @@ KINDS = {
     "forward_backend": Kind(
         "factory(spec, weights, device=..., dtype=..., attention=..., quantizer=..., shard=...)"
     ),
+    "grammar": Kind("factory(vocabulary)"),
     "kv_allocator": Kind("factory(total_blocks)"),
     "kv_offload": Kind("factory(memory, tiers=..., rule=..., clock=...)"),
     "kv_pool": Kind("factory(total_blocks, block_size, allocator=..., clock=...)"),

@@ -27,6 +27,7 @@ class EngineMetrics:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_preparing: int = 0  # sequences whose structured output is being compiled; they do not wait yet
     num_deferred: int = 0  # of those that wait, the ones held back by a pass or by KV that is being fetched
     num_finished: int = 0
     num_preemptions: int = 0
@@ -124,6 +125,7 @@ class TokenOutput:
     num_preemptions: int = 0  # of a sequence that has ended
     num_draft_tokens: int = 0  # verified in this step
     num_accepted_tokens: int = 0  # of those
+    is_refused: bool = False  # `error` is the request's own, such as a schema that cannot be compiled
 
 
 class EngineSequence(Protocol):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RankingEvictionPolicyContract as RankingEvictionPolicyContract,
     )
     from sagellm.testing.eviction_audit import AuditingEvictionPolicy as AuditingEvictionPolicy
+    from sagellm.testing.grammar import GrammarContract as GrammarContract
     from sagellm.testing.installed import installed_contract as installed_contract
     from sagellm.testing.kv_allocator import KVAllocatorContract as KVAllocatorContract
     from sagellm.testing.kv_pool import KVPoolContract as KVPoolContract
@@ -53,6 +54,7 @@ _TABLE = {
     "AuditingEvictionPolicy": ".eviction_audit",
     "DraftProposerContract": ".draft_proposer",
     "EvictionPolicyContract": ".eviction",
+    "GrammarContract": ".grammar",
     "KVAllocatorContract": ".kv_allocator",
     "KVPoolContract": ".kv_pool",
     "KVTierContract": ".kv_tier",

@@ -27,6 +27,7 @@ from sagellm.testing.conformance.aspects import aspect_of
 from sagellm.testing.conformance.exercised import Exercised, own_methods
 from sagellm.testing.draft_proposer import DraftProposerContract
 from sagellm.testing.eviction import EvictionPolicyContract, RankingEvictionPolicyContract, make_node
+from sagellm.testing.grammar import KIT_VOCABULARY, GrammarContract
 from sagellm.testing.kv_allocator import KVAllocatorContract
 from sagellm.testing.kv_pool import KVPoolContract
 from sagellm.testing.kv_tier import KVTierContract, delete_blocks_of_the_kit, probe_tier
@@ -139,6 +140,20 @@ def _read_request(sample: str) -> LogitsRequest:
         ) from error
 
 
+def _texts(_: Any, sample: str | None) -> dict[str, Any]:
+    """Return a text that a grammar accepts, with an output that matches it; those of the kit without."""
+    if sample is None:
+        return {}
+    try:
+        given = json.loads(sample)
+        found = [(given["kind"], str(given["text"]), str(given["output"]).encode())]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UncheckedError(
+            f"the sample is {sample}; it must be a JSON object of kind, text and output: {error}"
+        ) from error
+    return {"texts": lambda self: found}
+
+
 def _trace(_: Any, sample: str | None) -> dict[str, Any]:
     """Return the sample file in the form that the contract expects; empty without one."""
     if sample is None:
@@ -161,6 +176,9 @@ _KINDS = {
         notes_calls=True,
         null=EvictionPolicyContract,
         does=_names_victims,
+    ),
+    "grammar": _Kind(
+        GrammarContract, "GrammarProtocol", lambda factory: factory(KIT_VOCABULARY), _make, sample=_texts
     ),
     "kv_allocator": _Kind(
         KVAllocatorContract, "KVAllocatorProtocol", lambda factory: factory(64), _make, notes_calls=True
@@ -250,7 +268,8 @@ def installed_contract(
     """Return the contract of a kind as a test class that makes the installed provider of that name.
 
     It is made with `options`. `sample` is input that it needs to act on: for a trace reader the path of a
-    file of its format, for a logits processor the fields of a LogitsRequest as JSON. `on_call` receives the
+    file of its format, for a logits processor the fields of a LogitsRequest as JSON, for
+    a grammar the kind, text and matching output. `on_call` receives the
     name of each method of the provider that is called here, before any test.
     Raises what `factory_contract` raises.
     """
