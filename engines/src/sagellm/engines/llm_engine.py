@@ -356,6 +356,7 @@ class LLMEngine:
                         num_tokens = len(output.prompt_token_ids) + output.metrics.num_output_tokens
                         counted.take(output.request_id, num_tokens, is_finished=output.finished)
                         if output.finished and output.request_id in shares:
+                            _raise_if_refused(output)
                             finished[output.request_id] = output
                     counted.show()
             except BaseException:  # requests that nobody waits for must not hold blocks
@@ -364,6 +365,12 @@ class LLMEngine:
                         self.driver.abort(request_id)
                 raise
         return finished
+
+
+def _raise_if_refused(output: RequestOutput) -> None:
+    for each in output.outputs:
+        if each.is_refused:
+            raise InvalidRequestError(each.error or "the request was refused")
 
 
 LLM = LLMEngine

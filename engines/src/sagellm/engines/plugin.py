@@ -51,6 +51,7 @@ def sagellm_providers() -> list[Provider]:
             f"{_PACKAGE}.drafts.suffix:SuffixProposer",
             "what followed most often, in earlier answers too",
         ),
+        Provider("grammar", "xgrammar", f"{_PACKAGE}.grammar.provider:XGrammar", "the extra grammar"),
         Provider("logits_processor", "logit_bias", f"{processors}:LogitBias", "adds to the logits of tokens"),
         Provider("logits_processor", "min_tokens", f"{processors}:MinTokens", "no end before min_tokens"),
         Provider(

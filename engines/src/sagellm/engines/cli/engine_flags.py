@@ -33,6 +33,7 @@ _GROUPS = {
     "sampling": "Sampling",
     "trace": "Trace",
     "comm": "Machine",
+    "grammar": "Structured output",
     "server": "HTTP server",
 }
 """Section of the schema → the heading of its flags in the help."""

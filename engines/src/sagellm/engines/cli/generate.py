@@ -17,6 +17,7 @@ from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.model import params_of, read_options, start_engine
 from sagellm.engines.cli.sampling_flags import DEFAULT_MAX_TOKENS, SAMPLING_FLAGS
 from sagellm.engines.cli.streams import as_text
+from sagellm.engines.cli.structure_flags import STRUCTURE_FLAGS, split_structure
 from sagellm.engines.cli.targets import check_targets
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command(cls=GroupedCommand)
-@with_flags(MODEL_FLAG, SAMPLING_FLAGS, ENGINE_FLAGS)
+@with_flags(MODEL_FLAG, SAMPLING_FLAGS, STRUCTURE_FLAGS, ENGINE_FLAGS)
 def generate(
     prompts: Annotated[
         list[str],
@@ -65,7 +66,10 @@ def generate(
     The text goes to standard output; statistics, and headings where there are several texts, go to
     standard error. --json separates the texts for programs.
     """
+    structure, options = split_structure(options)
     engine_config, sampling = read_options(options, config, max_tokens=DEFAULT_MAX_TOKENS)
+    if structure is not None:
+        sampling["structured_outputs"] = structure
     texts = _read_prompts(prompts)
     check_targets(emit_dot, overwrite=True)
 

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from sagellm.engines.config.schema import EngineConfig as EngineConfig
     from sagellm.engines.config.sections import (
         ForwardConfig as ForwardConfig,
+        GrammarConfig as GrammarConfig,
         KVConfig as KVConfig,
         ModelConfig as ModelConfig,
         PredictorConfig as PredictorConfig,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "EngineConfig": ".schema",
     "ForwardConfig": ".sections",
+    "GrammarConfig": ".sections",
     "KVConfig": ".sections",
     "ModelConfig": ".sections",
     "PredictorConfig": ".sections",

@@ -90,6 +90,8 @@ class EngineSettings(TypedDict, total=False):
     """give each request the same bits alone and beside others; only backends that do so are taken"""
     logits_processors: str | Sequence[str | Mapping[str, Any] | ProviderSpec]
     """logits processors by name, after the built-in ones, in order, separated by commas"""
+    grammar_backend: str | Mapping[str, Any] | ProviderSpec
+    """who compiles what structured outputs must match, by name"""
     trace: str | os.PathLike[str] | None
     """file for a trace of steps and requests in Chrome's format; an existing one is overwritten"""
     topology: str | Mapping[str, Any] | ProviderSpec

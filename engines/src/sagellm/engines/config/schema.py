@@ -18,6 +18,7 @@ from sagellm.engines.config.sections import (
     CommConfig,
     EngineKindConfig,
     ForwardConfig,
+    GrammarConfig,
     KVConfig,
     ModelConfig,
     PredictorConfig,
@@ -44,6 +45,7 @@ class EngineConfig(Checked):
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     forward: ForwardConfig = Field(default_factory=ForwardConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    grammar: GrammarConfig = Field(default_factory=GrammarConfig)
     trace: TraceConfig = Field(default_factory=TraceConfig)
     comm: CommConfig = Field(default_factory=CommConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
@@ -119,6 +121,7 @@ SECTIONS: dict[str, type[Checked]] = {
         SpeculationConfig,
         ForwardConfig,
         SamplingConfig,
+        GrammarConfig,
         TraceConfig,
         CommConfig,
         ServerConfig,

@@ -379,6 +379,16 @@ class SamplingConfig(Checked):
     )
 
 
+class GrammarConfig(Checked):
+    """Who says which tokens may follow in a structured output."""
+
+    section: ClassVar[str] = "grammar"
+
+    name: OneProvider = provider(
+        "grammar", "xgrammar", "who compiles what structured outputs must match, by name"
+    )
+
+
 class TraceConfig(Checked):
     """What is recorded of steps and requests."""
 

@@ -45,6 +45,7 @@ FLAT_NAMES: dict[str, str] = {
     "executor": "forward.executor",
     "deterministic": "forward.deterministic",
     "logits_processors": "sampling.logits_processors",
+    "grammar_backend": "grammar.name",
     "trace": "trace.file",
     "topology": "comm.topology",
 }

@@ -25,11 +25,13 @@ from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.kv_modules import KVModules, build_kv
 from sagellm.engines.engine_core.kv_tiers import build_offload, build_saves
 from sagellm.engines.engine_core.pass_admin import PassAdmin
+from sagellm.engines.engine_core.preparing import Grammar, Preparing, no_grammar
 from sagellm.engines.engine_core.scheduler import Scheduler
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.engine_core.speculation import Speculation
 from sagellm.engines.engine_core.step_cost_fit import StepCostFit
 from sagellm.engines.engine_core.step_runner import StepRunner
+from sagellm.engines.engine_core.token_masks import GrammarMasks
 from sagellm.engines.modules import Modules
 from sagellm.engines.tracing import NullTrace, TraceWriter
 
@@ -47,6 +49,7 @@ class CorePlan:
     `fingerprint` returns a value that is equal for models with interchangeable KV; it is called when a tier
     or a save first needs it. `progress` is the hook that a backend calls at each layer. `predictor` and
     `make_offload`, of a simulation for instance, take the place of what the configuration names.
+    `make_grammar` returns the provider of grammars.
     """
 
     modules: Modules
@@ -61,6 +64,7 @@ class CorePlan:
     make_offload: Callable[[KVMemory], KVOffloadProtocol] | None = None
     cost_fit: StepCostFit = field(default_factory=StepCostFit)
     buffers: HostBuffers = field(default_factory=HostBuffers)
+    make_grammar: Callable[[], Grammar] = no_grammar
 
     @property
     def step_target_ms(self) -> float:
@@ -77,8 +81,15 @@ def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None
     config = modules.config
     seats = Seats(config.scheduler.max_num_seqs, block_size=plan.layout.block_size)
     label = modules.label("executor", config.forward.executor.name)
+    preparing = Preparing(plan.make_grammar)
     steps = StepRunner(
-        executor, seats, runtime.clock, label=label, vocab_size=plan.vocab_size, buffers=plan.buffers
+        executor,
+        seats,
+        runtime.clock,
+        label=label,
+        vocab_size=plan.vocab_size,
+        buffers=plan.buffers,
+        masks=GrammarMasks(seats, plan.vocab_size, preparing.count_masks),
     )
     memory, kv = _build_kv(plan, seats, steps)
     speculation = _build_speculation(plan, kv.manager)
@@ -108,6 +119,7 @@ def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None
                 "batching": batching.metrics,
             },
             progress=plan.progress,
+            preparing=preparing,
         )
     )
     if speculation is not None:

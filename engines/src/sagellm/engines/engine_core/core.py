@@ -37,6 +37,7 @@ from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.observers import Observers
 from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.predictions import Predictions
+from sagellm.engines.engine_core.preparing import Preparing, is_callers, no_grammar
 from sagellm.engines.engine_core.scheduler import Scheduler
 from sagellm.engines.engine_core.sequence import RequestStatus, Sequence
 from sagellm.engines.engine_core.speculation import Speculation
@@ -62,6 +63,9 @@ _MAX_HELD_NS = 60 * 10**9
 
 _IDLE_WAIT_NS = 100_000
 """Between two steps while there is nothing to do but wait for a tier or a pass."""
+
+_COMPILE_WAIT_S = 0.001
+"""Between two steps while there is nothing to do but wait for a grammar."""
 
 _STATUS: dict[FinishReason, RequestStatus] = {
     "stop": RequestStatus.FINISHED_STOPPED,
@@ -91,6 +95,7 @@ class CoreParts:
     trace: TraceWriter = field(default_factory=NullTrace)
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
     progress: ProgressHook = field(default_factory=ProgressHook)
+    preparing: Preparing = field(default_factory=lambda: Preparing(no_grammar))
 
 
 class EngineCore(EngineProtocol):
@@ -119,7 +124,9 @@ class EngineCore(EngineProtocol):
         self._idle_since_ns = 0
         self._work: StepWork | None = None  # of the step collected last
         self._num_preemptions_seen = 0
+        self._preparing = parts.preparing
         self._predictions = Predictions(parts.predictor, parts.registry)
+        self.add_metrics("grammar", parts.preparing.metrics)
         self.add_metrics("lifetime_predictor", self._predictions.metrics)
         self._request_observers = Observers(parts.registry, "sagellm_request_finished")
         self._step_observers = Observers(parts.registry, "sagellm_step_finished")
@@ -147,16 +154,16 @@ class EngineCore(EngineProtocol):
         planned: PlannedStep | None = None
         outputs = StepTokens()
         with contained() as failure:
-            for sequence_id in self.scheduler.expired(started_ns):
-                outputs.add(self._expire(sequence_id))
+            self._end_late(started_ns, outputs)
+            if self._preparing:
+                self._take_prepared(outputs)
             self.kv.poll()
             with self._trace.span("schedule"):
                 planned = self.scheduler.schedule()
             if planned is not None:
                 self.steps.submit(planned, self._copies())
             elif not self.steps.num_in_flight:
-                if self.kv.num_fetches:
-                    self._clock.sleep_ns(_IDLE_WAIT_NS)
+                if self._must_wait(outputs):
                     return outputs
                 if (head := self.scheduler.shut_out()) is not None:
                     outputs.add(self._fail(head.sequence_id, self._no_room(head)))
@@ -184,7 +191,8 @@ class EngineCore(EngineProtocol):
         num_prompt_tokens = len(sequence.request.token_ids)
         self._predictions.begin(sequence)
         self._metrics.num_prompt_tokens += num_prompt_tokens
-        self.scheduler.add(sequence)
+        if sequence.params.structured_outputs is None or self._preparing.add(sequence):
+            self.scheduler.add(sequence)
         if self._is_traced:
             self._trace.begin_async("request", sequence.sequence_id, num_prompt_tokens=num_prompt_tokens)
 
@@ -196,8 +204,8 @@ class EngineCore(EngineProtocol):
         now_ns = self._clock.now_ns()
         with self._without_exits():
             for sequence_id in sequence_ids:
-                if sequence_id in self.scheduler:
-                    deadline_ns = self.scheduler[sequence_id].request.deadline_ns
+                if sequence_id in self.scheduler or sequence_id in self._preparing:
+                    deadline_ns = self._sequence(sequence_id).request.deadline_ns
                     is_late = finish_reason == "abort" and deadline_ns is not None and deadline_ns < now_ns
                     self._finish(sequence_id, "deadline" if is_late else finish_reason)
             self.kv.tell_events()
@@ -222,8 +230,8 @@ class EngineCore(EngineProtocol):
         self._seats.leave(seat)
 
     def has_unfinished(self) -> bool:
-        """Say whether a sequence waits or runs."""
-        return self.scheduler.num_waiting + self.scheduler.num_running > 0
+        """Say whether a sequence waits or runs, or its grammar is being compiled."""
+        return self.scheduler.num_waiting + self.scheduler.num_running + len(self._preparing) > 0
 
     def use_idle_time(self) -> bool:
         """Let the backend prepare what later steps need; finish fetches whose requests were aborted."""
@@ -238,11 +246,12 @@ class EngineCore(EngineProtocol):
         """End all sequences and release files and connections. The engine must not be used afterwards."""
         with self._without_exits():
             try:
-                self.abort(list(self.scheduler.sequence_ids))
+                self.abort([*self.scheduler.sequence_ids, *self._preparing.sequence_ids])
                 list(self.steps.collect(0))
                 self.parts.saves.close()
             finally:
                 self._trace.close()
+                self._preparing.close()
                 self.kv.close()
                 self.parts.executor.close()
 
@@ -254,6 +263,7 @@ class EngineCore(EngineProtocol):
             self._metrics,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
+            num_preparing=len(self._preparing),
             num_deferred=self.scheduler.num_deferred,
             num_preemptions=self.scheduler.num_preemptions,
             steps_by_tokens=self._metrics.steps_by_tokens.copy(),
@@ -273,6 +283,35 @@ class EngineCore(EngineProtocol):
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
         """Include a module's metrics in the snapshot, under its kind."""
         self.parts.metrics_of[kind] = read
+
+    def _end_late(self, now_ns: int, outputs: StepTokens) -> None:
+        late = self.scheduler.expired(now_ns)
+        for sequence_id in [*late, *self._preparing.expired(now_ns)] if self._preparing else late:
+            outputs.add(self._expire(sequence_id))
+
+    def _must_wait(self, outputs: StepTokens) -> bool:
+        """Say whether all there is to do is to wait, for a tier or a grammar, and wait a little."""
+        if self.kv.num_fetches:
+            self._clock.sleep_ns(_IDLE_WAIT_NS)
+            return True
+        if not self._preparing or self.scheduler.num_waiting:
+            return False
+        if not outputs:
+            self._preparing.wait(_COMPILE_WAIT_S)
+        return True
+
+    def _take_prepared(self, outputs: StepTokens) -> None:
+        """Queue the sequences whose grammars are compiled, and end those whose grammars are refused."""
+        for sequence, error in self._preparing.prepared():
+            self.scheduler.add(sequence)
+            if error is not None:
+                told = str(error) if is_callers(error) else self.parts.registry.describe(error)
+                ended = self._end(sequence.sequence_id, "error", told)
+                outputs.add(replace(ended, is_refused=is_callers(error)))
+
+    def _sequence(self, sequence_id: SequenceId) -> Sequence:
+        source = self._preparing if sequence_id in self._preparing else self.scheduler
+        return source[sequence_id]
 
     def _copies(self) -> Seq[KVOp]:
         pairs = self.kv.take_copies()
@@ -406,12 +445,12 @@ class EngineCore(EngineProtocol):
         return self._end(sequence_id, "error", self.parts.registry.describe(error))
 
     def _expire(self, sequence_id: SequenceId) -> TokenOutput:
-        request = self.scheduler[sequence_id].request
+        request = self._sequence(sequence_id).request
         allowed_ms = ((request.deadline_ns or 0) - request.arrival_ns) / 1e6
         return self._end(sequence_id, "deadline", f"the deadline, {allowed_ms:.6g} ms, has passed")
 
     def _end(self, sequence_id: SequenceId, reason: FinishReason, message: str) -> TokenOutput:
-        num_preemptions = self.scheduler[sequence_id].num_preemptions
+        num_preemptions = self._sequence(sequence_id).num_preemptions
         with contained() as failure:
             self._finish(sequence_id, reason)
         if failure.error is not None:
@@ -420,6 +459,8 @@ class EngineCore(EngineProtocol):
         return TokenOutput(sequence_id, finish_reason=reason, error=message, num_preemptions=num_preemptions)
 
     def _finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
+        if sequence_id in self._preparing:  # the scheduler ends it like any other
+            self.scheduler.add(self._preparing.remove(sequence_id))
         sequence = self.scheduler.finish(sequence_id, _STATUS[reason])
         finished_ns = self._clock.now_ns()
         num_output_tokens = sequence.num_output_tokens

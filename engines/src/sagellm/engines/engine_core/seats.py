@@ -101,6 +101,7 @@ class Seats:
         self.is_held = np.zeros(num_seats, np.bool_)  # drafts are in flight: what follows is not known
         self.scored: set[int] = set()  # seats of which log-probabilities of the prompt are still wanted
         self.with_many_stops: set[int] = set()
+        self.structured: set[int] = set()  # seats whose output must match a grammar
         self.stops: Ints = np.full((num_seats, NUM_STOPS), -1, np.int32)
         self.tables, self.tokens = first_tables(num_seats, block_size, num_groups)
         self.sequences: npt.NDArray[np.object_] = np.full(num_seats, None)
@@ -137,6 +138,8 @@ class Seats:
             self.with_many_stops.add(seat)
         if sequence.num_scored < sequence.num_to_score:
             self.scored.add(seat)
+        if sequence.grammar is not None:
+            self.structured.add(seat)
         self.stops[seat] = -1
         if stops:
             self.stops[seat, : len(stops[:NUM_STOPS])] = stops[:NUM_STOPS]
@@ -159,6 +162,7 @@ class Seats:
         self.generation[seat] += 1
         self.scored.discard(seat)
         self.with_many_stops.discard(seat)
+        self.structured.discard(seat)
         self._free.append(seat)
         if self._arrivals.pop(seat, None) is None:
             self._departures.append(seat)

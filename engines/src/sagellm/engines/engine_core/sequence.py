@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from sagellm.core import EMPTY, BlockId, PrefixMatch, Request, SequenceId, TokenIds
 from sagellm.core.protocols.engine import EngineSequence, PromptScores
@@ -12,6 +12,9 @@ from sagellm.core.protocols.step import Seat
 from sagellm.core.tenant import hash_of
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from sagellm.engines.engine_core.preparing import SequenceGrammar
 
 
 class RequestStatus(Enum):
@@ -52,6 +55,7 @@ class Sequence:
     seat: Seat | None = None
     seats: Seats | None = None  # set while it has a seat
     waiting_ids: TokenIds = EMPTY
+    grammar: SequenceGrammar | None = None  # what its output must match
     match: PrefixMatch | None = None  # the lock held on the prefix cache
     status: RequestStatus = RequestStatus.WAITING
     num_cached_tokens: int | None = None  # of the first admission
@@ -80,6 +84,11 @@ class Sequence:
             waiting_ids=given.request.token_ids,
             num_to_score=0 if given.params.prompt_logprobs is None else len(given.request.token_ids) - 1,
         )
+
+    def take_grammar(self, grammar: SequenceGrammar) -> None:
+        """Have the output match this; its masks see to `min_tokens`, and no worker reads the text."""
+        self.grammar = grammar
+        self.params = replace(self.params, structured_outputs=None, min_tokens=0)
 
     @property
     def num_tokens(self) -> int:

@@ -20,10 +20,12 @@ from sagellm.core.protocols.step import (
     Runs,
     Scored,
     Seat,
+    TokenMasks,
     WriteBlocks,
     verify_output,
 )
 from sagellm.engines.engine_core.seats import Places, Seats
+from sagellm.engines.engine_core.token_masks import GrammarMasks
 
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
@@ -81,6 +83,7 @@ class _Flight:
     generations: Ints
     submitted_ns: int
     output: StepOutput | None = None  # received, but not yet applied
+    awaits_masks: bool = False  # which need tokens of the step before
 
 
 class StepRunner:
@@ -95,7 +98,7 @@ class StepRunner:
     steps. What later steps computed from a failed one is dropped and planned again.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         executor: ExecutorProtocol,
         seats: Seats,
@@ -104,12 +107,16 @@ class StepRunner:
         label: str,
         vocab_size: int,
         buffers: HostBuffers | None = None,
+        masks: GrammarMasks | None = None,
     ) -> None:
-        """Create a runner. `label` is how errors name the executor; the workers know the same buffers."""
+        """Create a runner. `label` is how errors name the executor; the workers know the same buffers.
+
+        Without `masks` no sequence has a grammar.
+        """
         self._executor = executor
         self._label, self._vocab_size = label, vocab_size
         self._buffers = HostBuffers() if buffers is None else buffers
-        self._seats = seats
+        self._seats, self._masks = seats, masks
         self._clock = clock
         self._flights: deque[_Flight] = deque()
         self._lost: set[int] = set()  # steps that failed in the executor; their outputs may still come
@@ -156,6 +163,8 @@ class StepRunner:
             drafts=planned.drafts,
             scored=self._scored(seats, starts, planned.num_new) if table.scored else (),
         )
+        if table.structured:
+            step = self._with_masks(step)
         self._submit(step)
         table.num_computed[seats] = stops
         table.num_in_flight[seats] += is_sampled
@@ -225,7 +234,28 @@ class StepRunner:
             raise
 
     def _flight(self, step: StepInput, generations: Ints) -> _Flight:
-        return _Flight(step, generations, self._clock.now_ns())
+        return _Flight(step, generations, self._clock.now_ns(), awaits_masks=step.late_masks is not None)
+
+    def _with_masks(self, step: StepInput) -> StepInput:
+        """Return a step with the masks that can be made now, and the rows whose masks follow."""
+        assert self._masks is not None, "sequences have grammars"
+        late = self._masks.late_rows(step)
+        now = np.ones(len(step.seats), np.bool_) if late is None else ~late
+        return replace(step, masks=self._masks.masks_of(step, now), late_masks=late)
+
+    def _send_masks(self, flight: _Flight) -> None:
+        """Send the masks that a step waits for: the step before it is committed, or its rows are lost."""
+        if not flight.awaits_masks:
+            return
+        flight.awaits_masks = False
+        step = flight.step
+        assert self._masks is not None, "sequences have grammars"
+        assert step.late_masks is not None, "it has late masks"
+        is_live = self._seats.generation.take(step.seats) == flight.generations
+        masks = self._masks.masks_of(step, step.late_masks & is_live)
+        if masks is None:
+            masks = TokenMasks(_NO_SEATS, np.empty((0, 0), np.uint32))
+        self._executor.submit_masks(step.step, masks)
 
     def _receive(self, flight: _Flight) -> StepOutput:
         """Return a step's output, the oldest that the executor has; drop the step if that fails.
@@ -233,6 +263,7 @@ class StepRunner:
         Raises EngineError, which names the executor, for an output that does not answer the step.
         """
         if flight.output is None:
+            self._send_masks(flight)
             output = None
             try:
                 output = self._executor.collect()
@@ -255,12 +286,19 @@ class StepRunner:
     def _take_in(self, flight: _Flight, output: StepOutput) -> Iterator[StepResult]:
         step = flight.step
         is_live = self._seats.generation.take(step.seats) == flight.generations
-        if not output.errors:
-            yield self._commit(step, output, is_live)
-            return
+        if self._seats.structured and self._masks is not None:
+            refused = self._masks.advance(step, output, is_live)
+            if refused:
+                output = replace(output, errors={**output.errors, **refused})
         is_bad = np.zeros(len(step.seats), np.bool_)
-        is_bad[list(output.errors)] = True
-        yield self._commit(step, output, is_live & ~is_bad)
+        if output.errors:
+            is_bad[list(output.errors)] = True
+        result = self._commit(step, output, is_live & ~is_bad)
+        if self._flights:
+            self._send_masks(self._flights[0])
+        yield result
+        if not output.errors:
+            return
         rows = np.flatnonzero(is_live & is_bad)
         if len(rows) == 1:
             yield _failed(Seat(int(step.seats[rows[0]])), output.errors[int(rows[0])])
@@ -273,7 +311,10 @@ class StepRunner:
         self._flights.clear()
         middle = len(rows) // 2
         for half in (rows[:middle], rows[middle:]):
-            again = self._flight(_rows_of(flight.step, half), flight.generations[half])
+            step = _rows_of(flight.step, half)
+            if self._masks is not None and self._seats.structured:
+                step = replace(step, masks=self._masks.masks_of(step, step.is_sampled))
+            again = self._flight(step, flight.generations[half])
             self._executor.submit(again.step)
             yield from self._take_in(again, self._receive(again))
         for each, output in later:
@@ -390,6 +431,8 @@ def _rows_of(step: StepInput, rows: npt.NDArray[np.intp]) -> StepInput:
         new_blocks=None,
         kv_ops=(),
         drafts=None if step.drafts is None else _runs_of(step.drafts, rows),
+        masks=None,
+        late_masks=None,
         scored=[replace(each, row=place[each.row]) for each in step.scored if each.row in place],
     )
 

@@ -166,7 +166,7 @@ class OutputProcessor:
             if matched is not None:
                 stopped_by_string = reason is None
                 reason, stop_reason = "stop", matched
-        output.error = token_output.error
+        output.error, output.is_refused = token_output.error, token_output.is_refused
         metrics.num_preemptions += token_output.num_preemptions
         metrics.num_draft_tokens += token_output.num_draft_tokens
         metrics.num_accepted_tokens += token_output.num_accepted_tokens

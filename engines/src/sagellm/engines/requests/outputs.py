@@ -27,6 +27,7 @@ class CompletionOutput:
     logprobs: Logprobs | None = None
     cumulative_logprob: float | None = None
     error: str | None = None  # what went wrong, when finish_reason is "error"
+    is_refused: bool = False  # whether that is the request's own fault, as a schema that cannot be compiled
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 from sagellm.core.errors import InvalidRequestError, nearest
-
-StructureKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+from sagellm.core.protocols.grammar import StructureKind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from sagellm.engines.sampling.params import SamplingParams
 from sagellm.server.http.body_schema import ChatBody, CompletionBody, SamplingBody
 from sagellm.server.http.errors import as_api_error, invalid
 from sagellm.server.http.reply import encode_json
+from sagellm.server.http.structured import structured_outputs_of
 
 MAX_SEQUENCES = 1024
 MAX_OUTPUT_TOKENS = 1 << 21
@@ -19,7 +20,7 @@ MAX_PARAMETER_TOKENS = 1 << 21
 MAX_EXTRA_BYTES = 64 << 10
 
 _COMPLETION_TOKENS = 16  # as OpenAI documents
-_CONVERTED = {"max_tokens", "logit_bias", "extra_args"}
+_CONVERTED = {"max_tokens", "logit_bias", "extra_args", "structured_outputs"}
 _AS_THEY_ARE = [
     each.name
     for each in fields(SamplingParams)
@@ -171,6 +172,8 @@ def _given(body: SamplingBody) -> dict[str, Any]:
         raise invalid("vllm_xargs", "vllm_xargs: this is another name of extra_args; give one of them")
     if extra_args := body.extra_args or body.vllm_xargs:
         given["extra_args"] = _checked_arguments(extra_args)
+    if (structured := structured_outputs_of(body)) is not None:
+        given["structured_outputs"] = structured
     if body.logit_bias:
         given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
     return given

@@ -95,6 +95,12 @@ class SamplingBody(_Numbers, kw_only=True):
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     cache_namespace: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     extra_args: ExtraArgs | None = None
     vllm_xargs: ExtraArgs | None = None
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sagellm.core import EngineError
+from sagellm.core import EngineError, InvalidRequestError
 from sagellm.engines.requests.outputs import CompletionOutput, RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.server.http.errors import APIError, deadline_exceeded
@@ -198,6 +198,8 @@ def raise_if_failed(output: CompletionOutput) -> None:
     """Raise for a continuation that ended with an error, was late or was aborted."""
     if output.finish_reason == "deadline":
         raise deadline_exceeded()
+    if output.is_refused:
+        raise InvalidRequestError(output.error or "the request was refused")
     if output.finish_reason == "error":
         raise EngineError(output.error or "a sequence failed")
     if output.finish_reason == "abort":

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _TOOLS = "this server has no tool parser"
-_GRAMMAR = "structured output is not supported"
+_GRAMMAR = "give structured_outputs={json, json_object, regex, choice, grammar or structural_tag}"
 _TEXT = "the models here read and write text"
 _STORE = "nothing is stored"
 _BEAMS = "the server has no beam search; LLMEngine.beam_search does it in Python"
@@ -52,7 +52,6 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "functions": Refusal(_TOOLS, ([],)),
     "tools": Refusal(_TOOLS, ([],)),
     "tool_choice": Refusal(_TOOLS, ("none",)),
-    "response_format": Refusal(_GRAMMAR, ({"type": "text"},)),
     "suffix": Refusal("the models here continue a text", ("",)),
     "moderation": Refusal("nothing is moderated"),
     "reasoning_effort": Refusal("this server has no reasoning parser"),
@@ -65,12 +64,8 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "continue_final_message": Refusal("", (False,)),
     "documents": Refusal(),
     "early_stopping": Refusal(_BEAMS, (False,)),
-    "guided_choice": Refusal(_GRAMMAR),
-    "guided_decoding_backend": Refusal(_GRAMMAR),
-    "guided_grammar": Refusal(_GRAMMAR),
-    "guided_json": Refusal(_GRAMMAR),
-    "guided_regex": Refusal(_GRAMMAR),
-    "guided_whitespace_pattern": Refusal(_GRAMMAR),
+    "guided_decoding_backend": Refusal("the server's --grammar-backend names it"),
+    "guided_whitespace_pattern": Refusal("the server's --grammar-backend bounds white space"),
     "include_reasoning": Refusal("this server has no reasoning parser", (True,)),
     "kv_transfer_params": Refusal(),
     "length_penalty": Refusal(_BEAMS, (1, 1.0)),
@@ -84,7 +79,6 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "request_id": Refusal("send it as the header X-Request-Id"),
     "spaces_between_special_tokens": Refusal("", (True,)),
     "structural_tag": Refusal(_GRAMMAR),
-    "structured_outputs": Refusal(_GRAMMAR),
     "thinking_token_budget": Refusal("this server has no reasoning parser"),
     "truncate_prompt_tokens": Refusal("shorten the prompt"),
     "use_beam_search": Refusal(_BEAMS, (False,)),

@@ -1,0 +1,213 @@
+"""Sequences whose grammars are being compiled: not seen by the scheduler, and ended like any other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from sagellm.core import EngineError, InvalidRequestError, SequenceId
+from sagellm.core.plugins.failure import contained
+from sagellm.core.protocols.grammar import GrammarMetrics, GrammarProtocol, StructureKind
+from sagellm.engines.engine_core.sequence import Sequence
+
+Grammar = GrammarProtocol[Any, Any]
+
+MAX_CACHED = 64
+"""Compiled texts that are kept, the latest used."""
+
+_Key = tuple[StructureKind, str]
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGrammar:
+    """How far a sequence has come in what it must match: all its tokens that are committed."""
+
+    provider: Grammar
+    state: Any
+    min_tokens: int  # before them no stop token is drawn, unless nothing else may follow
+    error: BaseException | None = None  # why the state is no longer known
+
+
+@dataclass(kw_only=True)
+class StructuredOutputMetrics:
+    """What requests for structured outputs asked for, and what that took."""
+
+    num_preparing: int = 0  # sequences that wait for a grammar
+    num_requested: dict[str, int] = field(default_factory=dict)  # sequences, by kind
+    num_compiled: int = 0
+    num_cached: int = 0  # sequences whose grammar was there
+    num_refused: int = 0  # sequences whose grammar could not be compiled
+    compile_ns: int = 0
+    num_masks: int = 0
+    mask_ns: int = 0
+    provider: GrammarMetrics | None = None  # once there is one
+
+
+class Prepared(NamedTuple):
+    """A sequence that can be queued, or why it ends."""
+
+    sequence: Sequence
+    error: BaseException | None = None
+
+
+class _Done(NamedTuple):
+    key: _Key
+    compiled: Any
+    error: BaseException | None
+    took_ns: int
+
+
+class Preparing:
+    """Compiles what outputs must match, on a thread of its own, and keeps what was compiled last.
+
+    `make` returns the provider; it is called on that thread, for the first text. Sequences with equal texts
+    wait for one compilation. The step thread makes all calls.
+    """
+
+    def __init__(self, make: Callable[[], Grammar]) -> None:
+        self._make = make
+        self._provider: Grammar | None = None
+        self._compiled: OrderedDict[_Key, Any] = OrderedDict()
+        self._waiting: dict[_Key, list[Sequence]] = {}
+        self._key_of: dict[SequenceId, _Key] = {}
+        self._asked: SimpleQueue[_Key | None] = SimpleQueue()
+        self._done: SimpleQueue[_Done] = SimpleQueue()
+        self._has_news = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._metrics = StructuredOutputMetrics()
+
+    def __len__(self) -> int:
+        return len(self._key_of)
+
+    def __contains__(self, sequence_id: SequenceId) -> bool:
+        return sequence_id in self._key_of
+
+    def __getitem__(self, sequence_id: SequenceId) -> Sequence:
+        waiting = self._waiting[self._key_of[sequence_id]]
+        return next(each for each in waiting if each.sequence_id == sequence_id)
+
+    @property
+    def sequence_ids(self) -> list[SequenceId]:
+        """The sequences that wait for a grammar."""
+        return list(self._key_of)
+
+    def add(self, sequence: Sequence) -> bool:
+        """Give a sequence its grammar and return True, or keep it until that is compiled."""
+        asked = sequence.params.structured_outputs
+        key = asked.kind, asked.text
+        kinds = self._metrics.num_requested
+        kinds[asked.kind] = kinds.get(asked.kind, 0) + 1
+        if key in self._compiled:
+            self._compiled.move_to_end(key)
+            self._metrics.num_cached += 1
+            self._start(sequence, self._compiled[key])
+            return True
+        self._key_of[sequence.sequence_id] = key
+        if key in self._waiting:
+            self._waiting[key].append(sequence)
+            return False
+        self._waiting[key] = [sequence]
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sagellm-grammars", daemon=True)
+            self._thread.start()
+        self._asked.put(key)
+        return False
+
+    def prepared(self) -> Iterator[Prepared]:
+        """Yield the sequences whose grammars have been compiled since, or could not be."""
+        while not self._done.empty():
+            key, compiled, error, took_ns = self._done.get()
+            self._metrics.compile_ns += took_ns
+            sequences = self._waiting.pop(key, [])
+            if error is None:
+                self._metrics.num_compiled += 1
+                self._compiled[key] = compiled
+                if len(self._compiled) > MAX_CACHED:
+                    self._compiled.popitem(last=False)
+            for sequence in sequences:
+                del self._key_of[sequence.sequence_id]
+                failed = error
+                if failed is None:
+                    with contained() as failure:
+                        self._start(sequence, compiled)
+                    failed = failure.error
+                self._metrics.num_refused += failed is not None
+                yield Prepared(sequence, failed)
+
+    def remove(self, sequence_id: SequenceId) -> Sequence:
+        """Return a sequence that no longer waits; what it waited for is compiled nevertheless."""
+        sequence = self[sequence_id]
+        key = self._key_of.pop(sequence_id)
+        self._waiting[key].remove(sequence)
+        return sequence
+
+    def expired(self, now_ns: int) -> list[SequenceId]:
+        """Return the sequences whose deadline has passed."""
+        return [
+            each.sequence_id
+            for sequences in self._waiting.values()
+            for each in sequences
+            if each.request.deadline_ns is not None and each.request.deadline_ns < now_ns
+        ]
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something is compiled, at most so long."""
+        self._has_news.wait(seconds)
+        self._has_news.clear()
+
+    def count_masks(self, num_masks: int, took_ns: int) -> None:
+        """Count masks of a step."""
+        self._metrics.num_masks += num_masks
+        self._metrics.mask_ns += took_ns
+
+    def metrics(self) -> StructuredOutputMetrics:
+        """Return the counts."""
+        return replace(
+            self._metrics,
+            num_preparing=len(self),
+            num_requested=self._metrics.num_requested.copy(),
+            provider=None if self._provider is None else self._provider.metrics(),
+        )
+
+    def close(self) -> None:
+        """End the thread and the provider."""
+        if self._provider is not None:
+            self._provider.close()  # which ends a compilation that runs
+        if self._thread is not None:
+            self._asked.put(None)
+            self._thread.join(timeout=5.0)
+
+    def _start(self, sequence: Sequence, compiled: Any) -> None:
+        assert self._provider is not None, "it has compiled something"
+        state = self._provider.start(compiled)
+        sequence.take_grammar(SequenceGrammar(self._provider, state, sequence.params.min_tokens))
+
+    def _run(self) -> None:
+        while (key := self._asked.get()) is not None:
+            started_ns = time.monotonic_ns()
+            compiled = None
+            with contained() as failure:
+                if self._provider is None:
+                    self._provider = self._make()
+                compiled = self._provider.prepare(*key)
+            error = failure.error
+            failure.error = None
+            self._done.put(_Done(key, compiled, error, time.monotonic_ns() - started_ns))
+            self._has_news.set()
+
+
+def no_grammar() -> Grammar:
+    """Refuse every structured output: of a core that was built without a vocabulary."""
+    raise InvalidRequestError(
+        "structured outputs need the text of the model's tokens, and there is no tokenizer"
+    )
+
+
+def is_callers(error: BaseException) -> bool:
+    """Say whether an error is that of the request, and not of the engine."""
+    return isinstance(error, InvalidRequestError) and not isinstance(error, EngineError)

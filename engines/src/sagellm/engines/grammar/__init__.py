@@ -1,0 +1,1 @@
+"""Structured output: the grammars of xgrammar, compiled in a process of their own."""

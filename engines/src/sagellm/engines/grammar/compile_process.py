@@ -1,0 +1,201 @@
+"""A process that compiles grammars within limits of time and memory.
+
+It imports xgrammar and reads the vocabulary once, and is forked for each text: what exceeds a limit costs one
+fork, and the next text finds the process warm. A frame is a length of four bytes, then the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, BinaryIO
+
+from sagellm.core.errors import EngineError, InvalidRequestError
+from sagellm.engines.grammar.vocabulary import from_bytes, to_bytes
+
+if TYPE_CHECKING:
+    from sagellm.core.protocols.grammar import StructureKind, Vocabulary
+    from sagellm.engines.grammar.compiling import Compiler
+
+_START_S = 120.0  # to import xgrammar and read the vocabulary, on a machine that is busy
+_NICENESS = 10
+_OK, _REFUSED, _FAILED = b"+", b"-", b"!"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileLimits:
+    """What compiling one text may take."""
+
+    seconds: float = 10.0  # of this process's CPU time; of real time three times as much
+    memory_bytes: int = 1 << 30
+    compiled_bytes: int = 64 << 20  # what is sent back
+    mask_ms: float = 25.0  # for the first mask
+
+
+class CompileProcess:
+    """The process as its user sees it; one thread makes all calls. It starts with the first text."""
+
+    def __init__(self, vocabulary: Vocabulary, limits: CompileLimits, **options: object) -> None:
+        self._vocabulary, self._limits, self._options = vocabulary, limits, options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def compile(self, kind: StructureKind, text: str) -> bytes:
+        """Return the compiled form of a text, as xgrammar writes it.
+
+        Raises InvalidRequestError, which names what is not supported or the limit; EngineError if the process
+        cannot run.
+        """
+        request = json.dumps([kind, text]).encode()
+        for is_last in (False, True):
+            process = self._process or self._start()
+            try:
+                _write(process.stdin, request)
+                answer = _read(process.stdout, _START_S + 4 * self._limits.seconds)
+                break
+            except (OSError, EOFError) as error:
+                self.close()
+                if is_last:
+                    raise EngineError(f"the process that compiles grammars has ended: {error}") from error
+        if answer[:1] == _OK:
+            return answer[1:]
+        message = answer[1:].decode("utf-8", "replace")
+        raise InvalidRequestError(message) if answer[:1] == _REFUSED else EngineError(message)
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", "sagellm.engines.grammar.compile_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | single | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # Ctrl-C is for those who serve
+        )
+        try:
+            settings = {"limits": asdict(self._limits), "options": self._options}
+            _write(process.stdin, json.dumps(settings).encode())
+            _write(process.stdin, to_bytes(self._vocabulary))
+        except OSError as error:
+            self.close()
+            raise EngineError(f"the process that compiles grammars cannot start: {error}") from error
+        return process
+
+
+def _write(pipe: BinaryIO | None, data: bytes) -> None:
+    assert pipe is not None, "both are pipes"
+    pipe.write(struct.pack("<I", len(data)))
+    pipe.write(data)
+    pipe.flush()
+
+
+def _read(pipe: BinaryIO | None, seconds: float | None = None) -> bytes:
+    """Return the next frame. Raises EOFError at the end, or after `seconds` without an answer."""
+    assert pipe is not None, "both are pipes"
+    if seconds is not None and not select.select([pipe], [], [], seconds)[0]:
+        raise EOFError(f"no answer within {seconds:g} s")
+    header = pipe.read(4)
+    if len(header) < 4:
+        raise EOFError("it closed its pipe")
+    (length,) = struct.unpack("<I", header)
+    data = pipe.read(length)
+    if len(data) < length:
+        raise EOFError("it closed its pipe")
+    return data
+
+
+def serve() -> None:
+    """Read settings and vocabulary, then answer until the pipe is closed."""
+    from sagellm.engines.grammar.compiling import Compiler
+
+    os.nice(_NICENESS)
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print
+    settings = json.loads(_read(requests))
+    limits = CompileLimits(**settings["limits"])
+    compiler = Compiler(from_bytes(_read(requests)), **settings["options"])
+    while True:
+        try:
+            request = _read(requests)
+        except EOFError:
+            return
+        kind, text = json.loads(request)
+        _write(answers, _compiled(compiler, limits, kind, text))
+
+
+def _compiled(compiler: Compiler, limits: CompileLimits, kind: StructureKind, text: str) -> bytes:
+    """Return the answer of a fork, or which limit it has exceeded."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        _run_fork(writing, compiler, limits, kind, text)
+    os.close(writing)
+    answer, deadline = bytearray(), time.monotonic() + 3 * limits.seconds
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            part = pipe.read(1 << 20)
+            if not part:
+                break
+            answer += part
+        else:
+            os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0 and answer:
+        return bytes(answer)
+    if code in (-signal.SIGKILL, -signal.SIGXCPU):
+        return _limit(kind, f"{limits.seconds:g} s of time")
+    if code in (-signal.SIGABRT, -signal.SIGSEGV):  # std::bad_alloc, or nested beyond the stack
+        return _limit(kind, f"{limits.memory_bytes >> 20} MiB of memory")
+    return _FAILED + f"compiling ended with the status {code}".encode()
+
+
+def _limit(kind: StructureKind, limit: str) -> bytes:
+    return _REFUSED + f"{kind}: compiling it takes more than {limit}; give a simpler one".encode()
+
+
+def _run_fork(
+    writing: int, compiler: Compiler, limits: CompileLimits, kind: StructureKind, text: str
+) -> None:
+    """Compile within the limits, write the answer, and end this process."""
+    seconds = max(1, round(limits.seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    with open("/proc/self/statm", encoding="ascii") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + limits.memory_bytes,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        answer = _OK + compiler.compile(kind, text, limits.mask_ms)
+        if len(answer) > limits.compiled_bytes:
+            answer = _limit(kind, f"{limits.compiled_bytes >> 20} MiB of compiled masks")
+    except InvalidRequestError as error:
+        answer = _REFUSED + str(error).encode("utf-8", "replace")
+    except (MemoryError, RecursionError):
+        answer = _limit(kind, f"{limits.memory_bytes >> 20} MiB of memory")
+    except Exception as error:
+        answer = _FAILED + f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+    view = memoryview(answer)
+    while view:
+        view = view[os.write(writing, view) :]
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve()

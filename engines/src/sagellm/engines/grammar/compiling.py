@@ -1,0 +1,110 @@
+"""Compiles texts with xgrammar. Imports it, and with it torch and transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xgrammar
+
+from sagellm.core.errors import InvalidRequestError
+from sagellm.engines.grammar.json_schema import lowered
+
+if TYPE_CHECKING:
+    from sagellm.core.protocols.grammar import StructureKind, Vocabulary
+
+_PREFIX = re.compile(
+    r"^(?:\[[\d:]+\] )?(?:\S+\.\w+:\d+: )?(?:Check failed: \(.*?\) is (?:false|true): )?", re.DOTALL
+)
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9 ]")
+_MAX_TOLD = 300
+
+
+def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
+    """Return a vocabulary as xgrammar keeps it."""
+    return xgrammar.TokenizerInfo(
+        list(vocabulary.tokens),
+        xgrammar.VocabType.RAW,
+        vocab_size=len(vocabulary.tokens),
+        stop_token_ids=sorted(vocabulary.stop_token_ids),
+    )
+
+
+class Compiler:
+    """Compiles for one vocabulary. `max_whitespace` bounds what stands between two parts of a JSON text."""
+
+    def __init__(self, vocabulary: Vocabulary, *, max_whitespace: int, additional_properties: bool) -> None:
+        self._compiler = xgrammar.GrammarCompiler(
+            tokenizer_info(vocabulary), max_threads=1, cache_enabled=False
+        )
+        self._words = np.zeros(vocabulary.num_words, np.int32)
+        self._max_whitespace, self._additional_properties = max_whitespace, additional_properties
+
+    def compile(self, kind: StructureKind, text: str, max_mask_ms: float) -> bytes:
+        """Return the compiled form. Raises InvalidRequestError, also if the first mask takes longer."""
+        try:
+            compiled = self._compiled(kind, text)
+        except RuntimeError as error:
+            raise InvalidRequestError(f"{kind}: {_told(error)}") from error
+        matcher = xgrammar.GrammarMatcher(compiled)
+        mask_ms = min(self._mask_ms(matcher) for _ in range(3))
+        if mask_ms > max_mask_ms:
+            raise InvalidRequestError(
+                f"{kind}: a mask takes {mask_ms:.0f} ms, more than {max_mask_ms:g}; give a simpler one"
+            )
+        return compiled.serialize_json().encode()
+
+    def _mask_ms(self, matcher: xgrammar.GrammarMatcher) -> float:
+        started = time.thread_time_ns()
+        matcher.fill_next_token_bitmask(self._words)
+        return (time.thread_time_ns() - started) / 1e6
+
+    def _compiled(self, kind: StructureKind, text: str) -> xgrammar.CompiledGrammar:
+        match kind:
+            case "json" | "json_object":
+                schema = '{"type":"object"}' if kind == "json_object" else text
+                return self._json(lowered(schema, additional_properties=self._additional_properties))
+            case "regex":
+                return self._compiler.compile_regex(text)
+            case "choice":
+                return self._compiler.compile_grammar(_choice(text))
+            case "grammar":
+                return self._compiler.compile_grammar(text)
+            case "structural_tag":
+                return self._compiler.compile_structural_tag(text)
+
+    def _json(self, schema: str) -> xgrammar.CompiledGrammar:
+        if self._max_whitespace == 0:
+            return self._compiler.compile_json_schema(
+                schema, any_whitespace=False, separators=(",", ":"), strict_mode=False
+            )
+        return self._compiler.compile_json_schema(
+            schema, any_whitespace=True, max_whitespace_cnt=self._max_whitespace, strict_mode=False
+        )
+
+
+def _choice(text: str) -> str:
+    """Return the grammar of a JSON list of texts."""
+    try:
+        choices = json.loads(text)
+    except ValueError:
+        choices = None
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) for each in choices):
+        raise InvalidRequestError("choice must be a list of texts, at least one")
+    if "" in choices:
+        raise InvalidRequestError("choice has an empty text; give texts of at least one character")
+    return "root ::= " + " | ".join(_quoted(each) for each in dict.fromkeys(choices))
+
+
+def _quoted(text: str) -> str:
+    """Return a text as a grammar writes it, with an escape for all but letters, digits and spaces."""
+    return '"' + _NOT_PLAIN.sub(lambda found: f"\\U{ord(found[0]):08x}", text) + '"'
+
+
+def _told(error: Exception) -> str:
+    """Return a message of xgrammar without its place in the source, as one line."""
+    told = " ".join(_PREFIX.sub("", str(error).strip(), count=1).split())
+    return told if len(told) <= _MAX_TOLD else f"{told[:_MAX_TOLD]}…"

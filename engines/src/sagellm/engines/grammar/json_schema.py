@@ -1,0 +1,6 @@
+"""Rewrites."""
+
+
+def lowered(schema: str, *, additional_properties: bool) -> str:
+    """Return."""
+    return schema

@@ -1,0 +1,235 @@
+"""Outputs that must match: with a grammar that needs no compiler, in every kind of step."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from sagellm.core import EngineError, InvalidRequestError, PluginRegistry, Provider, hookimpl
+from sagellm.engines import SamplingParams
+from sagellm.engines.engine_core.preparing import MAX_CACHED
+from sagellm.engines.testing.choice_grammar import ChoiceGrammar
+
+PROMPT = list(range(20, 50))
+CHOICES = ["yes, of course it is", "no", "nobody knows", "not yet"]
+
+
+class Held(ChoiceGrammar):
+    """Compiles when it may."""
+
+    gate = threading.Event()
+
+    def prepare(self, kind, text):
+        self.gate.wait(30)
+        return super().prepare(kind, text)
+
+
+class Failing(ChoiceGrammar):
+    def mask(self, state, words):
+        if len(state.before) == 1:
+            raise RuntimeError("no mask today")
+        return super().mask(state, words)
+
+
+class Lying(ChoiceGrammar):
+    """Allows what it does not accept."""
+
+    def mask(self, state, words):
+        return False
+
+
+class Plugin:
+    SAGELLM_API = 0
+
+    @hookimpl
+    def sagellm_providers(self):
+        return [
+            Provider("grammar", each.__name__.lower(), f"{__name__}:{each.__name__}", "for tests")
+            for each in (ChoiceGrammar, Held, Failing, Lying)
+        ]
+
+
+@pytest.fixture(scope="module")
+def with_grammar(make_engine):
+    registry = PluginRegistry.load()
+    registry.register(Plugin(), distribution="for-tests", version="1")
+
+    def make(name="choicegrammar", **settings):
+        return make_engine(registry=registry, grammar_backend=name, **settings)
+
+    return make
+
+
+@pytest.fixture(scope="module", params=["inline", "overlapped"])
+def engine(with_grammar, request):
+    return with_grammar(executor=request.param)
+
+
+def ask(engine, choices=CHOICES, **options):
+    params = {"max_tokens": 40, "seed": 3, "structured_outputs": {"choice": choices}} | options
+    return engine.generate([PROMPT], SamplingParams(**params))[0].outputs
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
+def test_an_output_is_one_of_the_choices(engine, temperature):
+    for output in ask(engine, n=4, temperature=temperature):
+        assert output.text in CHOICES
+        assert output.finish_reason == "stop"
+
+
+def test_both_depths_give_the_same_outputs(with_grammar):
+    found = [
+        [output.token_ids for output in ask(with_grammar(executor=executor), n=8, temperature=2.0)]
+        for executor in ("inline", "overlapped")
+    ]
+    assert found[0] == found[1]
+    assert len({tuple(each) for each in found[0]}) > 1
+
+
+def test_others_are_as_without_it(engine):
+    plain = SamplingParams(max_tokens=20, seed=5, ignore_eos=True)
+    masked = SamplingParams(max_tokens=20, seed=5, structured_outputs={"choice": CHOICES})
+    alone = engine.generate([PROMPT], plain)[0].outputs[0].token_ids
+    both = engine.generate([PROMPT, PROMPT, PROMPT], [masked, plain, masked])
+    assert both[1].outputs[0].token_ids == alone
+    assert both[0].outputs[0].text == both[2].outputs[0].text in CHOICES
+
+
+def test_max_tokens_and_stop_strings_still_end_it(engine):
+    (cut,) = ask(engine, ["abcdefghijklmnopqrstuvwxyz"], max_tokens=3)
+    assert cut.finish_reason == "length"
+    assert "abcdefghijklmnopqrstuvwxyz".startswith(cut.text)
+    (stopped,) = ask(engine, ["one two three"], stop=" tw")
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("one", "stop", " tw")
+
+
+def test_min_tokens_puts_off_an_end_that_is_not_the_only_way(engine):
+    longer = "no way, never, not in a thousand years"
+    assert {output.text for output in ask(engine, ["no", longer], min_tokens=6, n=4)} == {longer}
+    assert {output.text for output in ask(engine, ["no"], min_tokens=30, n=2)} == {"no"}
+
+
+def test_a_stop_token_comes_only_at_the_end(engine):
+    eos = next(iter(engine.driver.input.limits.eos_token_ids))
+    for output in ask(engine, ["the end"], logit_bias={eos: 100}):
+        assert output.text == "the end"
+
+
+def test_what_cannot_be_compiled_is_refused_before_the_first_token(engine):
+    for given in ({"regex": "a+"}, {"json": {"type": "object"}}):
+        with pytest.raises(InvalidRequestError, match="is not supported; give a choice"):
+            engine.generate([PROMPT], SamplingParams(structured_outputs=given))
+    assert not engine.has_unfinished_requests()
+    assert ask(engine)[0].text in CHOICES
+
+
+def test_log_probabilities_are_reported(engine):
+    (output,) = ask(engine, logprobs=2)
+    assert len(output.logprobs) == len(output.token_ids)
+
+
+def test_drafts_are_walked_and_undone(with_grammar):
+    plain = with_grammar()
+    expected = [output.token_ids for output in ask(plain, n=4, temperature=2.0)]
+    drafted = with_grammar()
+    longest = max(expected, key=len)
+    for draft in (longest[1:4], [*longest[1:2], 7, 7], [7, 7, 7]):
+        drafted.client.core.scheduler._propose = lambda tokens, draft=draft: [draft for _ in tokens]
+        assert [output.token_ids for output in ask(drafted, n=4, temperature=2.0)] == expected
+
+
+def test_a_preempted_sequence_goes_on_where_it_was(with_grammar):
+    text = "a rather long text that needs several blocks of tokens, so that others must make room for it"
+    roomy, narrow = with_grammar(), with_grammar(num_blocks=9, enable_prefix_caching=False)
+    params = SamplingParams(max_tokens=100, structured_outputs={"choice": [text, text.upper()]}, seed=1)
+    asked = [PROMPT, PROMPT[5:], PROMPT[3:]]
+    expected = [each.outputs[0].text for each in roomy.generate(asked, params)]
+    found = narrow.generate(asked, params)
+    assert [each.outputs[0].text for each in found] == expected
+    assert narrow.metrics().num_preemptions > 0
+
+
+def test_a_row_that_fails_does_not_move_the_grammars_of_others(with_grammar):
+    engine = with_grammar()
+    worker = engine.client.core.parts.worker
+    sample, num_calls = worker.sampler.sample, 0
+
+    def fail_at_times(logits, rows):
+        nonlocal num_calls
+        num_calls += 1
+        if len(rows) > 1 and num_calls % 3 == 0:
+            raise EngineError("this batch is unlucky")
+        return sample(logits, rows)
+
+    expected = [output.token_ids for output in ask(engine, n=4, temperature=2.0)]
+    worker.sampler.sample = fail_at_times
+    assert [output.token_ids for output in ask(engine, n=4, temperature=2.0)] == expected
+    assert num_calls > 3
+
+
+@pytest.mark.parametrize(("name", "told"), [("failing", "no mask today"), ("lying", "does not allow there")])
+def test_a_grammar_that_fails_ends_its_sequence_alone(with_grammar, name, told):
+    engine = with_grammar(name)
+    plain = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    masked = SamplingParams(max_tokens=12, seed=5, structured_outputs={"choice": CHOICES})
+    expected = engine.generate([PROMPT], plain)[0].outputs[0].token_ids
+    failed, sound = engine.generate([PROMPT, PROMPT], [masked, plain])
+    assert failed.outputs[0].finish_reason == "error"
+    assert told in failed.outputs[0].error
+    assert sound.outputs[0].token_ids == expected
+
+
+def test_while_a_grammar_compiles_its_sequence_is_not_scheduled_and_others_run(with_grammar):
+    engine = with_grammar("held")
+    Held.gate.clear()
+    held = engine.add_request(PROMPT, SamplingParams(structured_outputs={"choice": CHOICES}, n=2))
+    assert (engine.metrics().num_preparing, engine.metrics().num_waiting) == (2, 0)
+    other = engine.add_request(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
+    ended = set()
+    while other not in ended:
+        ended |= {each.request_id for each in engine.step() if each.finished}
+    assert ended == {other}
+    Held.gate.set()
+    while engine.has_unfinished_requests():
+        ended |= {each.request_id for each in engine.step() if each.finished}
+    assert ended == {other, held}
+    assert engine.metrics().num_preparing == 0
+
+
+def test_a_sequence_whose_grammar_compiles_can_be_aborted_and_be_late(with_grammar):
+    engine = with_grammar("held")
+    Held.gate.clear()
+    params = SamplingParams(structured_outputs={"choice": CHOICES})
+    engine.abort_request(engine.add_request(PROMPT, params))
+    assert not engine.has_unfinished_requests()
+    late = engine.add_request(PROMPT, params, deadline_ms=20)
+    found = []
+    started = time.monotonic()
+    while engine.has_unfinished_requests():
+        found += engine.step()
+        assert time.monotonic() - started < 10
+    assert [(each.request_id, each.outputs[0].finish_reason) for each in found] == [(late, "deadline")]
+    Held.gate.set()
+    assert ask(engine)[0].text in CHOICES
+    engine.close()
+
+
+def test_equal_texts_are_compiled_once_and_few_are_kept(with_grammar):
+    engine = with_grammar()
+    ask(engine, n=3)
+    ask(engine)
+    metrics = engine.metrics().modules["grammar"]
+    assert (metrics.num_compiled, metrics.num_cached, metrics.num_requested) == (1, 1, {"choice": 4})
+    for number in range(MAX_CACHED + 5):
+        ask(engine, [f"{number}"])
+    assert len(engine.client.core._preparing._compiled) == MAX_CACHED
+    metrics = engine.metrics().modules["grammar"]
+    assert metrics.num_masks == metrics.provider.num_masks > 0
+
+
+def test_without_xgrammar_the_error_names_the_extra(make_engine, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.grammar.provider.find_spec", lambda name: None)
+    with pytest.raises(InvalidRequestError, match=r"pip install 'sagellm-engines\[grammar\]'"):
+        ask(make_engine())
