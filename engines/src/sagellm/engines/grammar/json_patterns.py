@@ -1,0 +1,162 @@
+"""Patterns and formats of JSON schemas, as regular expressions that xgrammar matches whole and asserts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from sagellm.core.errors import InvalidRequestError, nearest
+
+_TOKEN = re.compile(
+    r"(?P<escape>\\(?:u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|.))"
+    r"|(?P<set>\[\^?(?:\\.|[^\]\\])+\])"
+    r"|(?P<group>\((?:\?:|(?!\?)))"
+    r"|(?P<repeat>\{\d+(?:,\d*)?\})"
+    r"|(?P<other>.)",
+    re.DOTALL,
+)
+_ANY = ".*"
+_OPTIONAL = "{0,1}"  # xgrammar 0.2 reads `(ab*)?` of a schema's pattern as `a?b*`
+_OUTSIDE_TEXT = ('"', "\\")
+_ESCAPES = frozenset("dwsDWS")
+_LITERAL_ESCAPES = frozenset("^$.*+?()[]{}|/-_@#%&=:;,!~<>' ")
+_COMPLEMENTS = {"\\W": r"[ !#-/:-@\[\]\^`{-~]", "\\D": r"[ !#-/:-\[\]-~]"}
+"""What is not a letter or a digit, within ASCII: beyond it, readers of patterns differ."""
+
+
+def whole_pattern(pattern: str) -> str:
+    """Return what a text that contains a match of a pattern matches as a whole.
+
+    Raises InvalidRequestError, which names what is not supported: look-around, references, classes that
+    depend on Unicode, boundaries within a pattern, and what would have to be escaped in a JSON text.
+    """
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise InvalidRequestError(f"the pattern {_shown(pattern)} is not valid: {error}") from None
+    alternatives = [_whole(tokens, pattern) for tokens in _alternatives(pattern)]
+    return alternatives[0] if len(alternatives) == 1 else f"(?:{'|'.join(alternatives)})"
+
+
+def _alternatives(pattern: str) -> list[list[str]]:
+    """Return the tokens of each alternative outside all groups."""
+    found: list[list[str]] = [[]]
+    depth = 0
+    for match in _TOKEN.finditer(pattern):
+        token = match[0]
+        kind = match.lastgroup
+        if kind == "escape":
+            token = _escape(token, pattern)
+        elif kind == "set":
+            _check_set(token, pattern)
+        elif kind == "group":
+            depth += 1
+        elif kind == "other":
+            _check_other(token, depth, pattern)
+            depth -= token == ")"
+            if token == "?" and found[-1][-1:] == [")"]:
+                token = _OPTIONAL
+            if token == "|" and not depth:
+                found.append([])
+                continue
+        found[-1].append(token)
+    return found
+
+
+def _whole(tokens: list[str], pattern: str) -> str:
+    starts, ends = tokens[:1] == ["^"], tokens[-1:] == ["$"]
+    inner = tokens[starts : len(tokens) - ends]
+    if "^" in inner or "$" in inner:
+        raise _unsupported(pattern, "^ or $ within it")
+    return ("" if starts else _ANY) + "".join(inner) + ("" if ends else _ANY)
+
+
+def _escape(token: str, pattern: str) -> str:
+    if token in _COMPLEMENTS:
+        return _COMPLEMENTS[token]
+    if len(token) > 2:
+        character = chr(int(token[2:], 16))
+        if character in _OUTSIDE_TEXT or not character.isprintable():
+            raise _unsupported(pattern, token)
+        return character if character.isalnum() else re.escape(character)
+    if token[1] not in _ESCAPES and token[1] not in _LITERAL_ESCAPES:
+        raise _unsupported(pattern, token)
+    return token
+
+
+def _check_set(token: str, pattern: str) -> None:
+    if '"' in token:
+        raise _unsupported(pattern, 'a " within it')
+    for escape in re.findall(r"\\(.)", token):
+        if escape not in "dws" and escape not in _LITERAL_ESCAPES:
+            raise _unsupported(pattern, f"\\{escape} in {token}")
+
+
+def _check_other(token: str, depth: int, pattern: str) -> None:
+    if token == "(":
+        raise _unsupported(pattern, "a group that begins with (?")
+    if token in _OUTSIDE_TEXT or not token.isprintable():
+        raise _unsupported(pattern, f"{token!r}, which a JSON text must escape")
+    if depth and token in "^$":
+        raise _unsupported(pattern, f"{token} in a group")
+
+
+def _unsupported(pattern: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the pattern {_shown(pattern)} has {what}, which is not supported")
+
+
+def _shown(pattern: str) -> str:
+    return repr(pattern if len(pattern) <= 80 else f"{pattern[:80]}…")
+
+
+_YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP_YEAR = (
+    r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"  # not the year 0
+)
+_DATE = (
+    rf"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    rf"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME = (
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,20}[A-Za-z0-9])?"
+_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,7}}"
+_BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_H16 = r"[0-9A-Fa-f]{1,4}"
+_TIMES = r"(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
+_DAYS = r"(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
+_PATH = r"[A-Za-z0-9._~!$&'()*+,;=:@/-]*"
+_HTTP = rf"(?:https?|ftp)://{_HOST}(?::[1-9][0-9]{{0,3}})?(?:/{_PATH})?"
+
+FORMATS: Mapping[str, str] = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "duration": rf"P(?:[0-9]+W|{_DAYS}(?:T{_TIMES})?|T{_TIMES})",
+    "email": rf"[A-Za-z0-9_+-]{{1,32}}(?:\.[A-Za-z0-9_+-]{{1,16}}){{0,1}}@{_HOST}",
+    "hostname": _HOST,
+    "ipv4": rf"(?:{_BYTE}\.){{3}}{_BYTE}",
+    "ipv6": (
+        rf"(?:(?:{_H16}:){{7}}{_H16}|(?:{_H16}:){{1,3}}(?::{_H16}){{1,4}}|::(?:{_H16}:){{0,4}}{_H16}|::)"
+    ),
+    "json-pointer": r"(?:/(?:[^~/]|~[01])*)*",
+    "uri": _HTTP,
+    "uuid": r"[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}",
+}
+"""What is generated for a format: texts that are of it, not all of them. Dates and times are RFC 3339's, a
+uri is one of the web, hosts have at most eight short labels."""
+
+_ALIASES = {"uri-reference": "uri", "idn-email": "email"}
+
+
+def format_pattern(name: object) -> str:
+    """Return the pattern of a format. Raises InvalidRequestError for an unknown one."""
+    found = FORMATS.get(_ALIASES.get(str(name), str(name)))
+    if found is None:
+        known = sorted(FORMATS.keys() | _ALIASES.keys())
+        told = nearest(str(name)[:64], known)
+        raise InvalidRequestError(
+            f"the format {_shown(str(name))} is not supported; supported are {', '.join(known)}.{told}"
+        )
+    return found.replace(")?", f"){_OPTIONAL}")
