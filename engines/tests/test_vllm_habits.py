@@ -98,7 +98,8 @@ def test_a_misspelt_sampling_parameter_is_told_the_nearest():
     [
         ("best_of", "no 'best_of': give n and logprobs=0, and keep .* highest cumulative_logprob"),
         ("use_beam_search", "no beam search among sampling parameters; call LLMEngine.beam_search"),
-        ("structured_outputs", "structured output is not supported"),
+        ("guided_decoding", "give structured_outputs="),
+        ("structured_outputs", "is a int; it must be an object"),
         ("output_kind", "an output has all so far: for FINAL_ONLY keep the last one"),
         ("skip_reading_prefix_cache", r"namespace=Namespace\(salt=…\)"),
         ("spaces_between_special_tokens", "the tokenizer's own decoder"),

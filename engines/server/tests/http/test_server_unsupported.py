@@ -203,7 +203,7 @@ class TestLenient:
         assert answer.headers["x-sagellm-ignored"] == "messages.content.cache_control, messages.id"
 
     @pytest.mark.parametrize("path", BODIES)
-    @pytest.mark.parametrize("name", ["response_format", "reasoning_effort", "logits_processors"])
+    @pytest.mark.parametrize("name", ["functions", "reasoning_effort", "logits_processors"])
     def test_what_would_change_the_answer_is_refused_all_the_same(self, lenient, path, name):
         error = refused(lenient, path, {**BODIES[path][1], name: {"some": "thing"}})
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from sagellm.core.errors import InvalidRequestError
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     Words = npt.NDArray[np.uint32]
 
-Compiled = TypeVar("Compiled")
-State = TypeVar("State")
+CompiledText = TypeVar("CompiledText")
+GrammarState = TypeVar("GrammarState")
 
 StructureKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 """What a text describes: a JSON schema, any JSON object (the text is empty), a regular expression, a JSON
@@ -46,7 +46,22 @@ class GrammarMetrics:
     num_masks: int = 0
 
 
-class GrammarProtocol(ABC, Generic[Compiled, State]):
+@dataclass(kw_only=True)
+class StructuredOutputMetrics:
+    """What requests for structured outputs asked for, and what that took."""
+
+    num_preparing: int = 0  # sequences that wait for a grammar
+    num_requested: dict[str, int] = field(default_factory=dict)  # sequences, by kind
+    num_compiled: int = 0
+    num_cached: int = 0  # sequences whose grammar was there
+    num_refused: int = 0  # sequences whose grammar could not be compiled
+    compile_ns: int = 0
+    num_masks: int = 0
+    mask_ns: int = 0
+    provider: GrammarMetrics | None = None  # once there is one
+
+
+class GrammarProtocol(ABC, Generic[CompiledText, GrammarState]):
     """Says which tokens may follow in a text that must match.
 
     Providers are called as `factory(vocabulary)`, when the first request needs one, outside the step
@@ -62,7 +77,7 @@ class GrammarProtocol(ABC, Generic[Compiled, State]):
     """
 
     @abstractmethod
-    def prepare(self, kind: StructureKind, text: str) -> Compiled:
+    def prepare(self, kind: StructureKind, text: str) -> CompiledText:
         """Compile what outputs must match.
 
         Raises InvalidRequestError, which names what is wrong or not supported, or the limit that it exceeds.
@@ -70,19 +85,19 @@ class GrammarProtocol(ABC, Generic[Compiled, State]):
         """
 
     @abstractmethod
-    def start(self, compiled: Compiled) -> State:
+    def start(self, compiled: CompiledText) -> GrammarState:
         """Return the state of a new sequence; states of the same text share nothing that changes."""
 
     @abstractmethod
-    def mask(self, state: State, words: Words) -> bool:
+    def mask(self, state: GrammarState, words: Words) -> bool:
         """Write which tokens may follow into `words` (num_words,). If it returns False, every token may."""
 
     @abstractmethod
-    def advance(self, state: State, token_ids: Sequence[int]) -> int:
+    def advance(self, state: GrammarState, token_ids: Sequence[int]) -> int:
         """Append tokens up to the first that may not follow; return how many were appended."""
 
     @abstractmethod
-    def rollback(self, state: State, num_tokens: int) -> None:
+    def rollback(self, state: GrammarState, num_tokens: int) -> None:
         """Remove the last tokens that were appended."""
 
     @abstractmethod

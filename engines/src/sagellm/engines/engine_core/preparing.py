@@ -6,14 +6,15 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from sagellm.core import EngineError, InvalidRequestError, SequenceId
 from sagellm.core.plugins.failure import contained
-from sagellm.core.protocols.grammar import GrammarMetrics, GrammarProtocol, StructureKind
+from sagellm.core.protocols.grammar import GrammarProtocol, StructuredOutputMetrics, StructureKind
 from sagellm.engines.engine_core.sequence import Sequence
+from sagellm.engines.sampling.structured_outputs import StructuredOutputs
 
 Grammar = GrammarProtocol[Any, Any]
 
@@ -31,21 +32,6 @@ class SequenceGrammar:
     state: Any
     min_tokens: int  # before them no stop token is drawn, unless nothing else may follow
     error: BaseException | None = None  # why the state is no longer known
-
-
-@dataclass(kw_only=True)
-class StructuredOutputMetrics:
-    """What requests for structured outputs asked for, and what that took."""
-
-    num_preparing: int = 0  # sequences that wait for a grammar
-    num_requested: dict[str, int] = field(default_factory=dict)  # sequences, by kind
-    num_compiled: int = 0
-    num_cached: int = 0  # sequences whose grammar was there
-    num_refused: int = 0  # sequences whose grammar could not be compiled
-    compile_ns: int = 0
-    num_masks: int = 0
-    mask_ns: int = 0
-    provider: GrammarMetrics | None = None  # once there is one
 
 
 class Prepared(NamedTuple):
@@ -99,6 +85,7 @@ class Preparing:
     def add(self, sequence: Sequence) -> bool:
         """Give a sequence its grammar and return True, or keep it until that is compiled."""
         asked = sequence.params.structured_outputs
+        assert isinstance(asked, StructuredOutputs), "it asks for one"
         key = asked.kind, asked.text
         kinds = self._metrics.num_requested
         kinds[asked.kind] = kinds.get(asked.kind, 0) + 1

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING
 
 from sagellm.core.errors import EngineError, InvalidRequestError
 from sagellm.engines.grammar.vocabulary import from_bytes, to_bytes
@@ -98,14 +98,14 @@ class CompileProcess:
         return process
 
 
-def _write(pipe: BinaryIO | None, data: bytes) -> None:
+def _write(pipe: IO[bytes] | None, data: bytes) -> None:
     assert pipe is not None, "both are pipes"
     pipe.write(struct.pack("<I", len(data)))
     pipe.write(data)
     pipe.flush()
 
 
-def _read(pipe: BinaryIO | None, seconds: float | None = None) -> bytes:
+def _read(pipe: IO[bytes] | None, seconds: float | None = None) -> bytes:
     """Return the next frame. Raises EOFError at the end, or after `seconds` without an answer."""
     assert pipe is not None, "both are pipes"
     if seconds is not None and not select.select([pipe], [], [], seconds)[0]:

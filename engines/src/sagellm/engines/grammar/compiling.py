@@ -55,7 +55,7 @@ class Compiler:
             raise InvalidRequestError(
                 f"{kind}: a mask takes {mask_ms:.0f} ms, more than {max_mask_ms:g}; give a simpler one"
             )
-        return compiled.serialize_json().encode()
+        return str(compiled.serialize_json()).encode()
 
     def _mask_ms(self, matcher: xgrammar.GrammarMatcher) -> float:
         started = time.thread_time_ns()

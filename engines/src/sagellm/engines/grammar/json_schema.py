@@ -73,7 +73,7 @@ class _Lowering:
 
     def __init__(self, root: Any, additional_properties: bool) -> None:  # noqa: FBT001
         self._root, self._open = root, additional_properties
-        self._id = root.get("$id") if isinstance(root, dict) else None
+        self._id = str(root.get("$id") or "") if isinstance(root, dict) else ""
         self._names: dict[str, str] = {}  # of definitions, by the reference
         self._waiting: list[str] = []
         self._expanding: list[str] = []
@@ -191,12 +191,13 @@ class _Lowering:
     def _reference(self, value: Any, where: str) -> str:
         if not isinstance(value, str):
             raise _refused(where, f"it is {_shown(value)}; it must be a text")
+        reference = value
         if self._id and value.startswith(self._id):
-            value = value.removeprefix(self._id) or "#"
-        if not value.startswith("#"):
+            reference = value.removeprefix(self._id) or "#"
+        if not reference.startswith("#"):
             raise _refused(where, f"it is {_shown(value)}; only references within the schema are followed")
-        self._target(value, where)
-        return value
+        self._target(reference, where)
+        return reference
 
     def _target(self, reference: str, where: str) -> Any:
         """Return the part that a reference names: by a pointer, or by an anchor."""

@@ -75,6 +75,14 @@ _DRAFT_COUNTERS = (
     ("num_draft_tokens", "draft tokens that were verified", "num_draft_tokens"),
     ("num_accepted_tokens", "draft tokens that were accepted", "num_accepted_tokens"),
 )
+_GRAMMAR_COUNTERS: Mapping[str, tuple[str, float, str]] = {
+    "structured_output_cached": ("num_cached", 1, "sequences whose grammar had been compiled before"),
+    "structured_output_refused": ("num_refused", 1, "sequences whose grammar could not be compiled"),
+    "structured_output_compiled": ("num_compiled", 1, "texts that were compiled"),
+    "structured_output_compile_seconds": ("compile_ns", 1e9, "time that compiling took, refused texts too"),
+    "structured_output_masks": ("num_masks", 1, "masks of sampled positions"),
+    "structured_output_mask_seconds": ("mask_ns", 1e9, "time that masks took in the step loop"),
+}
 _TIMEOUT_S = 4.0
 
 _Family = GaugeMetricFamily | CounterMetricFamily
@@ -170,6 +178,7 @@ class ServerMetrics(Collector):
         yield counter("request_success", "requests by how they ended", self.num_ended, "finished_reason")
         yield from self._speculation()
         yield from self._passes()
+        yield from self._structured()
         told = "policies, passes and draft proposers that failed; the engine goes on without them"
         yield gauge("failed_modules", told, failed, "kind")
         yield from self._of_tenants()
@@ -206,6 +215,17 @@ class ServerMetrics(Collector):
                 by_pass[each.name] += figure
         for name, text in _PASS_COUNTERS.items():
             yield self._counter(name, text, counts[name], "pass")
+
+    def _structured(self) -> Iterable[Metric]:
+        """Yield what requests for structured outputs asked for and what that took."""
+        grammar = self._engine.modules.get("grammar")
+        kinds = getattr(grammar, "num_requested", {})
+        told = "sequences whose grammar is being compiled; they do not wait yet"
+        yield self._gauge("num_requests_preparing", told, self._engine.num_preparing)
+        told = "sequences with a structured output, by its kind"
+        yield self._counter("structured_output_requests", told, kinds, "kind")
+        for name, (field, divisor, text) in _GRAMMAR_COUNTERS.items():
+            yield self._counter(name, text, read(grammar, field) / divisor)
 
     def _of_tenants(self) -> Iterable[Metric]:
         """Yield what each tenant has and gets; labels are the operator's names, or hashes."""

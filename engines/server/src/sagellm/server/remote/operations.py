@@ -24,6 +24,7 @@ from sagellm.core import (
     SchedulerMetrics,
     StepCostMetrics,
 )
+from sagellm.core.protocols.grammar import StructuredOutputMetrics
 from sagellm.engines.engine_core.batching import BatchingMetrics
 from sagellm.engines.engine_core.pass_failures import PassFailures
 from sagellm.engines.engine_core.speculation_metrics import SpeculationMetrics
@@ -35,6 +36,7 @@ _TYPES: dict[str, type[Any]] = {
     "draft_proposer": DraftProposerMetrics,
     "eviction_policy": EvictionMetrics,
     "forward_backend": ForwardMetrics,
+    "grammar": StructuredOutputMetrics,
     "kv_pool": KVPoolMetrics,
     "lifetime_predictor": LifetimeMetrics,
     "model_family": ModelMetrics,
