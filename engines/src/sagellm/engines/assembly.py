@@ -15,7 +15,6 @@ from sagellm.core import (
     Clock,
     ConfigError,
     EngineProtocol,
-    GrammarProtocol,
     InvalidRequestError,
     KVLayout,
     ModelGeometry,
@@ -33,13 +32,13 @@ from sagellm.engines.engine_core.building import CorePlan, build_core
 from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.engine_core.kv_tiers import read_tiers
 from sagellm.engines.engine_core.num_blocks import KVDemand, find_num_blocks
-from sagellm.engines.engine_core.preparing import no_grammar
 from sagellm.engines.forward.choice import make_backend
 from sagellm.engines.forward.free_cores import FreeCores
+from sagellm.engines.grammar.making import make_grammar
 from sagellm.engines.loading.device_and_dtype import resolve_device
 from sagellm.engines.loading.fingerprint import fingerprint_of
 from sagellm.engines.loading.generation_defaults import NAMES_IN_FILE, GenerationDefaults
-from sagellm.engines.loading.load import OpenedModel, open_model
+from sagellm.engines.loading.load import open_model
 from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import open_tokenizer
 from sagellm.engines.modules import Modules as Modules, engine, logits_processors
@@ -159,7 +158,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         fingerprint=partial(fingerprint_of, opened.files, config.model),
         trace=trace,
         progress=progress,
-        make_grammar=partial(_grammar, modules, opened, geometry.vocab_size),
+        make_grammar=partial(make_grammar, modules, opened, geometry.vocab_size),
     )
     core = build_computing_core(
         plan, backend, around_step=nullcontext if cores is None else cores.during_step
@@ -196,18 +195,6 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         layout=layout,
     )
     return core
-
-
-def _grammar(modules: Modules, opened: OpenedModel, vocab_size: int) -> GrammarProtocol[Any, Any]:
-    """Make the provider of grammars. Raises InvalidRequestError if there is no tokenizer."""
-    from sagellm.engines.grammar.vocabulary import vocabulary_of
-
-    tokenizer = opened.tokenizer or open_tokenizer(resolve_tokenizer(modules.config.model))
-    if tokenizer is None:
-        return no_grammar()
-    vocabulary = vocabulary_of(tokenizer, vocab_size, opened.generation.eos_token_ids)
-    made: GrammarProtocol[Any, Any] = modules.make("grammar", modules.config.grammar.name, vocabulary)
-    return made
 
 
 def open_trace(path: str | None, clock: Clock) -> TraceWriter:

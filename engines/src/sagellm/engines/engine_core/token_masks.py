@@ -17,6 +17,9 @@ from sagellm.engines.engine_core.seats import Seats
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
+_MAX_ROW_NS = 100_000_000
+"""CPU time of one mask, after which its sequence ends: the next one would take as long."""
+
 
 class GrammarMasks:
     """Makes the masks of steps, and moves the grammars of sequences by the tokens that are committed.
@@ -57,11 +60,16 @@ class GrammarMasks:
             sequence = table.sequences[seat]
             grammar: SequenceGrammar = sequence.grammar
             num_output = int(table.num_tokens[seat] - table.num_prompt[seat])
+            begun_ns = time.thread_time_ns()
             with contained() as failure:
                 masked = _walk(grammar, drafts, words[len(positions) :], num_output, sequence.stop_token_ids)
                 positions += [int(firsts[row]) + place for place in masked]
             if failure.error is not None:
                 grammar.error, failure.error = failure.error, None
+            elif (took_ns := time.thread_time_ns() - begun_ns) > _MAX_ROW_NS * (1 + len(drafts)):
+                grammar.error = EngineError(
+                    f"a mask of the structured output took {took_ns / 1e6:.0f} ms; give a simpler one"
+                )
         self._count(len(positions), time.perf_counter_ns() - started_ns)
         if not positions:
             return None

@@ -37,7 +37,7 @@ class CompileLimits:
     seconds: float = 10.0  # of this process's CPU time; of real time three times as much
     memory_bytes: int = 1 << 30
     compiled_bytes: int = 64 << 20  # what is sent back
-    mask_ms: float = 25.0  # for the first mask
+    mask_ms: float = 10.0  # for a mask and the token after it, tried on a first text
 
 
 class CompileProcess:
@@ -190,7 +190,10 @@ def _run_fork(
     except (MemoryError, RecursionError):
         answer = _limit(kind, f"{limits.memory_bytes >> 20} MiB of memory")
     except Exception as error:
-        answer = _FAILED + f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+        if "bad_alloc" in str(error):
+            answer = _limit(kind, f"{limits.memory_bytes >> 20} MiB of memory")
+        else:
+            answer = _FAILED + f"{type(error).__name__}: {error}".encode("utf-8", "replace")
     view = memoryview(answer)
     while view:
         view = view[os.write(writing, view) :]
