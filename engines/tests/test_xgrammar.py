@@ -58,9 +58,7 @@ HOSTILE = {
 def test_what_exceeds_a_limit_is_refused_and_the_next_text_is_not_delayed(provider, name):
     provider.prepare("choice", '["warm"]')
     started = time.monotonic()
-    with pytest.raises(
-        InvalidRequestError, match=r"compiling it takes more than|too deeply|combinations|exceeded"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"takes more than|too deeply|combinations|exceeded"):
         provider.prepare(*HOSTILE[name])
     assert time.monotonic() - started < 30
     started = time.monotonic()

@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import IO, TYPE_CHECKING
 
@@ -77,7 +78,8 @@ class CompileProcess:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with suppress(OSError):  # a request is still in its buffer
+                        pipe.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
