@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -206,10 +205,8 @@ def test_a_sequence_whose_grammar_compiles_can_be_aborted_and_be_late(with_gramm
     assert not engine.has_unfinished_requests()
     late = engine.add_request(PROMPT, params, deadline_ms=20)
     found = []
-    started = time.monotonic()
     while engine.has_unfinished_requests():
         found += engine.step()
-        assert time.monotonic() - started < 10
     assert [(each.request_id, each.outputs[0].finish_reason) for each in found] == [(late, "deadline")]
     Held.gate.set()
     assert ask(engine)[0].text in CHOICES

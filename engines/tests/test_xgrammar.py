@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -57,13 +56,11 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_exceeds_a_limit_is_refused_and_the_next_text_is_not_delayed(provider, name):
     provider.prepare("choice", '["warm"]')
-    started = time.monotonic()
+    pid = provider._process._process.pid
     with pytest.raises(InvalidRequestError, match=r"takes more than|too deeply|combinations|exceeded"):
         provider.prepare(*HOSTILE[name])
-    assert time.monotonic() - started < 30
-    started = time.monotonic()
     provider.prepare("choice", '["after"]')
-    assert time.monotonic() - started < 2
+    assert provider._process._process.pid == pid
 
 
 def test_a_process_that_was_killed_starts_again(provider):

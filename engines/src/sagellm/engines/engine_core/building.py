@@ -81,7 +81,7 @@ def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None
     config = modules.config
     seats = Seats(config.scheduler.max_num_seqs, block_size=plan.layout.block_size)
     label = modules.label("executor", config.forward.executor.name)
-    preparing = Preparing(plan.make_grammar)
+    preparing = Preparing(plan.make_grammar, runtime.clock)
     steps = StepRunner(
         executor,
         seats,
@@ -89,7 +89,7 @@ def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None
         label=label,
         vocab_size=plan.vocab_size,
         buffers=plan.buffers,
-        masks=GrammarMasks(seats, plan.vocab_size, preparing.count_masks),
+        masks=GrammarMasks(seats, plan.vocab_size, runtime.clock, preparing.count_masks),
     )
     memory, kv = _build_kv(plan, seats, steps)
     speculation = _build_speculation(plan, kv.manager)

@@ -37,7 +37,7 @@ from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.observers import Observers
 from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.predictions import Predictions
-from sagellm.engines.engine_core.preparing import Preparing, is_callers, no_grammar
+from sagellm.engines.engine_core.preparing import Preparing, is_callers
 from sagellm.engines.engine_core.scheduler import Scheduler
 from sagellm.engines.engine_core.sequence import RequestStatus, Sequence
 from sagellm.engines.engine_core.speculation import Speculation
@@ -95,7 +95,7 @@ class CoreParts:
     trace: TraceWriter = field(default_factory=NullTrace)
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
     progress: ProgressHook = field(default_factory=ProgressHook)
-    preparing: Preparing = field(default_factory=lambda: Preparing(no_grammar))
+    preparing: Preparing
 
 
 class EngineCore(EngineProtocol):

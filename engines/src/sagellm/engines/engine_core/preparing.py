@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from sagellm.core import EngineError, InvalidRequestError, SequenceId
+from sagellm.core import Clock, EngineError, InvalidRequestError, SequenceId
 from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.grammar import GrammarProtocol, StructuredOutputMetrics, StructureKind
 from sagellm.engines.engine_core.sequence import Sequence
@@ -55,8 +54,8 @@ class Preparing:
     wait for one compilation. The step thread makes all calls.
     """
 
-    def __init__(self, make: Callable[[], Grammar]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], Grammar], clock: Clock) -> None:
+        self._make, self._clock = make, clock
         self._provider: Grammar | None = None
         self._compiled: OrderedDict[_Key, Any] = OrderedDict()
         self._waiting: dict[_Key, list[Sequence]] = {}
@@ -176,7 +175,7 @@ class Preparing:
 
     def _run(self) -> None:
         while (key := self._asked.get()) is not None:
-            started_ns = time.monotonic_ns()
+            started_ns = self._clock.now_ns()
             compiled = None
             with contained() as failure:
                 if self._provider is None:
@@ -184,7 +183,7 @@ class Preparing:
                 compiled = self._provider.prepare(*key)
             error = failure.error
             failure.error = None
-            self._done.put(_Done(key, compiled, error, time.monotonic_ns() - started_ns))
+            self._done.put(_Done(key, compiled, error, self._clock.now_ns() - started_ns))
             self._has_news.set()
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence as Seq
 
 import numpy as np
 import numpy.typing as npt
 
-from sagellm.core import EngineError, StepInput, StepOutput
+from sagellm.core import Clock, EngineError, StepInput, StepOutput
 from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.step import TokenMasks
 from sagellm.engines.engine_core.preparing import SequenceGrammar
@@ -17,8 +16,8 @@ from sagellm.engines.engine_core.seats import Seats
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
-_MAX_ROW_NS = 100_000_000
-"""CPU time of one mask, after which its sequence ends: the next one would take as long."""
+_MAX_MASK_NS = 250_000_000
+"""A sequence ends if one of its masks takes longer: the next one would, too."""
 
 
 class GrammarMasks:
@@ -29,8 +28,10 @@ class GrammarMasks:
     and the nanoseconds they took.
     """
 
-    def __init__(self, seats: Seats, vocab_size: int, count: Callable[[int, int], None]) -> None:
-        self._seats, self._count = seats, count
+    def __init__(
+        self, seats: Seats, vocab_size: int, clock: Clock, count: Callable[[int, int], None]
+    ) -> None:
+        self._seats, self._clock, self._count = seats, clock, count
         self._num_words = -(-vocab_size // 32)
 
     def late_rows(self, step: StepInput) -> Bools | None:
@@ -47,7 +48,7 @@ class GrammarMasks:
         rows = [row for row in rows if is_asked[row] and step.is_sampled[row]]
         if not rows:
             return None
-        started_ns = time.perf_counter_ns()
+        started_ns = self._clock.now_ns()
         num_drafts = np.zeros(len(step.seats), np.int32) if step.drafts is None else step.drafts.counts
         num_positions = step.is_sampled * (1 + num_drafts)
         firsts = np.cumsum(num_positions) - num_positions
@@ -60,17 +61,17 @@ class GrammarMasks:
             sequence = table.sequences[seat]
             grammar: SequenceGrammar = sequence.grammar
             num_output = int(table.num_tokens[seat] - table.num_prompt[seat])
-            begun_ns = time.thread_time_ns()
+            begun_ns = self._clock.now_ns()
             with contained() as failure:
                 masked = _walk(grammar, drafts, words[len(positions) :], num_output, sequence.stop_token_ids)
                 positions += [int(firsts[row]) + place for place in masked]
             if failure.error is not None:
                 grammar.error, failure.error = failure.error, None
-            elif (took_ns := time.thread_time_ns() - begun_ns) > _MAX_ROW_NS * (1 + len(drafts)):
+            elif (took_ns := self._clock.now_ns() - begun_ns) > _MAX_MASK_NS * (1 + len(drafts)):
                 grammar.error = EngineError(
                     f"a mask of the structured output took {took_ns / 1e6:.0f} ms; give a simpler one"
                 )
-        self._count(len(positions), time.perf_counter_ns() - started_ns)
+        self._count(len(positions), self._clock.now_ns() - started_ns)
         if not positions:
             return None
         return TokenMasks(np.array(positions, np.int32), words[: len(positions)])
