@@ -23,7 +23,11 @@ PACKAGES = [each if isinstance(each, str) else each["path"] for each in HATCH["w
 GUARDS = {
     "kv-pool": {"sagellm.kvmgr.kv_pool.tiers.backends": "HBMBackend"},
     "accel": {"sagellm.accel.cuda.backend": "check_machine"},
-    "engines": {"sagellm.engines.sampling.draws": "except ImportError: it draws with torch alone"},
+    "engines": {
+        "sagellm.engines.grammar.compile_process": "the provider, which starts it",
+        "sagellm.engines.grammar.provider": "_load, before anything is compiled",
+        "sagellm.engines.sampling.draws": "except ImportError: it draws with torch alone",
+    },
     "engines/server": {"sagellm.server.http.spans": "check_spans"},
     "engines/lab": {"sagellm.lab.plots": "check_plot, before the work that is drawn"},
 }
