@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sagellm.core.errors import InvalidRequestError, nearest
 from sagellm.engines.sampling import checks
 from sagellm.engines.sampling.checks import MAX_LOGPROBS as MAX_LOGPROBS, MAX_N as MAX_N, Parameter
 from sagellm.engines.sampling.structured_outputs import StructuredOutputs
 from sagellm.engines.sampling.vllm_parameters import without_vllm_parameters
+
+if TYPE_CHECKING:
+    _StructuredOutputs = StructuredOutputs | Mapping[str, Any]
+else:
+    _StructuredOutputs = StructuredOutputs  # what crosses a link is checked against one type
 
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy: dividing by less could overflow float32."""
@@ -121,7 +126,7 @@ class SamplingParams:
     extra_args: Mapping[str, Any] | None = _flag(
         None, "arguments of logits processors, as in '{no_repeat_ngram_size: 3}'", dict
     )  # kept as a dict
-    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None  # kept as the former
+    structured_outputs: _StructuredOutputs | None = None  # kept as StructuredOutputs
     logprobs: int | None = _integer(
         None,
         "report log-probabilities of this many tokens (--json shows them)",
