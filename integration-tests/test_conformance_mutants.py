@@ -26,7 +26,9 @@ WHOLE = {
     "lifetime_predictor": "statistical",
     "prefix_cache": "radix",
     "quantizer": "int8",
+    "reasoning_parser": "qwen3",
     "scheduler": "base",
+    "tool_parser": "hermes",
     "topology": "local",
     "trace_reader": "azure",
 }
@@ -244,6 +246,11 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
             "a round trip stays within the error that is stated",
         ),
     },
+    "reasoning_parser": {
+        "fits": ("it says which templates it fits", "it says which templates it fits"),
+        "start": ("tags surround reasoning", "tags surround reasoning"),
+        "tags": ("tags surround reasoning", "tags surround reasoning"),
+    },
     "scheduler": {
         "add_optimization_pass": (
             "a pass that breaks a rule is named",
@@ -274,6 +281,12 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
             "a pass decides what it may and writes to nothing",
         ),
     },
+    "tool_parser": {
+        "fits": ("it says which templates it fits", "it says which templates it fits"),
+        "special_tokens": ("its special tokens are texts", "its special tokens are texts"),
+        "start": ("answers share nothing", "answers share nothing"),
+        "structure": ("a structure is a tag or none", None),
+    },
     "topology": {
         "metrics": ("metrics tell how the last reading went", "metrics tell how the last reading went"),
         "read": (
@@ -289,7 +302,7 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
 """By kind and method: the rule that fails where it raises, and where it returns None and does nothing.
 
 None where that is allowed: an integrity check that finds nothing wrong, a `close` with nothing to close, a
-processor that no request asks for, a cache that shows and tells nothing.
+processor that no request asks for, a cache that shows and tells nothing, calls that cannot be forced.
 """
 
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -297,6 +310,11 @@ TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:41.68,371,44
 2023-11-16 18:15:42.68,372,44
 """
+
+ANSWERS = {
+    "reasoning_parser": "<think>\nhm\n</think>\n\nYes.",
+    "tool_parser": '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+}
 
 
 @dataclass(frozen=True)
@@ -341,7 +359,7 @@ def trace_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def sample_of(kind: str, trace_file: str) -> str | None:
-    return trace_file if kind == "trace_reader" else None
+    return trace_file if kind == "trace_reader" else ANSWERS.get(kind)
 
 
 MUTANTS = [

@@ -27,7 +27,12 @@ WITHOUT_CONTRACT = {
     *("attention_backend", "checkpoint_format", "engine", "executor", "forward_backend"),
     *("kv_offload", "kv_saves", "model_family"),
 }
-SAMPLES = {"trace_reader": "load.lengths", "logits_processor": "{extra_args: {only_below: 5}}"}
+SAMPLES = {
+    "trace_reader": "load.lengths",
+    "logits_processor": "{extra_args: {only_below: 5}}",
+    "reasoning_parser": "[THINK]hm[/THINK]Yes.",
+    "tool_parser": '<function_call>{"name": "f", "arguments": {"a": 1}}</function_call>',
+}
 QUICK = ["lifetime_predictor"]  # the others take up to half a minute each
 COSTS = {
     "source": "by hand", "device": "cuda", "step": {"base_ns": 1_000_000, "token_ns": 10_000},

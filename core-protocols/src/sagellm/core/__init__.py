@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.logits_processor import *
     from sagellm.core.protocols.model_family import *
     from sagellm.core.protocols.model_spec import *
+    from sagellm.core.protocols.parsers import *
     from sagellm.core.protocols.prefix_cache import *
     from sagellm.core.protocols.quantizer import *
     from sagellm.core.protocols.request_rows import *
@@ -100,6 +101,7 @@ _NAMES = {
         DecoderSpec ExpertsSpec FeedForwardSpec HFConfig LayerSpec LinearSpec ModelGeometry ModelSpec
         NormSpec RopeSpec TensorSpec
     """,
+    "protocols.parsers": "ReasoningParserProtocol ToolParserProtocol",
     "protocols.prefix_cache": """
         EvictedBlocks InsertResult KVBlockDescriptor MissCause PrefixCacheMetrics PrefixCacheProtocol
         PrefixMatch TenantUsage

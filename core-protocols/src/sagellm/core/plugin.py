@@ -21,6 +21,8 @@ _NULL = [
     ("draft_proposer", "draft_proposer:NullDraftProposer", "has no guess"),
     ("logits_processor", "logits_processor:NullLogitsProcessor", "changes no logits"),
     ("grammar", "grammar:NullGrammar", "compiles nothing"),
+    ("tool_parser", "parsers:NullToolParser", "finds no tool calls"),
+    ("reasoning_parser", "parsers:NullReasoningParser", "leaves reasoning in the content"),
     ("attention_backend", "attention:NullAttentionBackend", "attends to nothing"),
     ("executor", "executor:NullExecutor", "fails every request"),
     ("forward_backend", "forward:NullForwardBackend", "computes nothing"),

@@ -9,7 +9,7 @@ _PACKAGE = "sagellm.engines"
 def sagellm_providers() -> list[Provider]:
     """Name this package's implementations."""
     attention, models = f"{_PACKAGE}.attention", f"{_PACKAGE}.models"
-    processors = f"{_PACKAGE}.sampling.processors"
+    processors, parsers = f"{_PACKAGE}.sampling.processors", f"{_PACKAGE}.parsers"
     torch_backend = f"{_PACKAGE}.forward.torch_backend:TorchForwardBackend"
     return [
         Provider("engine", "llm", f"{_PACKAGE}.assembly:load_core", "this package's own, over paged KV"),
@@ -61,6 +61,17 @@ def sagellm_providers() -> list[Provider]:
             "nothing but these tokens",
         ),
         Provider("logits_processor", "bad_words", f"{processors}:BadWords", "never these words"),
+        Provider("tool_parser", "hermes", f"{parsers}.hermes:HermesToolParser", "JSON in <tool_call> tags"),
+        Provider("tool_parser", "qwen3", f"{parsers}.qwen3:Qwen3ToolParser", "XML in <tool_call> tags"),
+        Provider("tool_parser", "llama3", f"{parsers}.llama3:Llama3ToolParser", "JSON as the answer"),
+        Provider("tool_parser", "mistral", f"{parsers}.mistral:MistralToolParser", "after [TOOL_CALLS]"),
+        Provider("reasoning_parser", "qwen3", f"{parsers}.reasoning:ThinkParser", "in <think> tags"),
+        Provider(
+            "reasoning_parser",
+            "deepseek_r1",
+            f"{parsers}.reasoning:DeepSeekR1Parser",
+            "up to </think>, with or without <think>",
+        ),
     ]
 
 

@@ -48,11 +48,13 @@ KINDS = {
     "model_family": Kind("factory()"),
     "prefix_cache": Kind("factory(max_blocks, block_size, eviction_policy=..., clock=..., identity=...)"),
     "quantizer": Kind("factory(config)", config="protocols.quantizer:QuantizationConfig"),
+    "reasoning_parser": Kind("factory(chat_template=...)"),
     "scheduler": Kind(
         "factory(max_num_batched_tokens=..., max_num_seqs=..., block_size=..., "
         "probe=..., epoch=..., clock=..., cost=..., step_target_ms=...)"
     ),
     "scheduler_pass": Kind("factory()"),
+    "tool_parser": Kind("factory(chat_template=...)"),
     "topology": Kind("factory()"),
     "trace_reader": Kind("factory(tokenize=...)"),
 }

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from sagellm.testing.kv_tier import KVTierContract as KVTierContract
     from sagellm.testing.lifetime import LifetimePredictorContract as LifetimePredictorContract
     from sagellm.testing.logits_processor import LogitsProcessorContract as LogitsProcessorContract
+    from sagellm.testing.parsers import (
+        ReasoningParserContract as ReasoningParserContract,
+        ToolParserContract as ToolParserContract,
+    )
     from sagellm.testing.prefix_cache import (
         KeepingPrefixCacheContract as KeepingPrefixCacheContract,
         PrefixCacheContract as PrefixCacheContract,
@@ -66,10 +70,12 @@ _TABLE = {
     "PrefixCacheModel": ".prefix_cache_model",
     "QuantizerContract": ".quantizer",
     "RankingEvictionPolicyContract": ".eviction",
+    "ReasoningParserContract": ".parsers",
     "ScheduleSimulation": ".schedule_simulation",
     "SchedulerContract": ".scheduler",
     "SchedulerPassContract": ".scheduler_pass",
     "SchedulerPlanContract": ".scheduler",
+    "ToolParserContract": ".parsers",
     "TopologyContract": ".topology",
     "TraceReaderContract": ".trace",
     "installed_contract": ".installed",

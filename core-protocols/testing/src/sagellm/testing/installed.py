@@ -33,6 +33,7 @@ from sagellm.testing.kv_pool import KVPoolContract
 from sagellm.testing.kv_tier import KVTierContract, delete_blocks_of_the_kit, probe_tier
 from sagellm.testing.lifetime import LifetimePredictorContract
 from sagellm.testing.logits_processor import KIT_REQUESTS, LogitsProcessorContract
+from sagellm.testing.parsers import ReasoningParserContract, ToolParserContract
 from sagellm.testing.prefix_cache import KeepingPrefixCacheContract, PrefixCacheContract
 from sagellm.testing.quantizer import QuantizerContract
 from sagellm.testing.scheduler import SchedulerContract, SchedulerPlanContract
@@ -154,6 +155,11 @@ def _texts(_: Any, sample: str | None) -> dict[str, Any]:
     return {"texts": lambda self: found}
 
 
+def _answer(_: Any, sample: str | None) -> dict[str, Any]:
+    """Return the sample answer, if there is one."""
+    return {} if sample is None else {"sample": sample}
+
+
 def _trace(_: Any, sample: str | None) -> dict[str, Any]:
     """Return the sample file in the form that the contract expects; empty without one."""
     if sample is None:
@@ -213,6 +219,9 @@ _KINDS = {
     "quantizer": _Kind(
         QuantizerContract, "QuantizerProtocol", lambda factory: factory(QuantizationConfig()), _make_quantizer
     ),
+    "reasoning_parser": _Kind(
+        ReasoningParserContract, "ReasoningParserProtocol", _call, _make, sample=_answer
+    ),
     "scheduler": _Kind(
         SchedulerContract,
         "SchedulerIRProtocol",
@@ -222,6 +231,7 @@ _KINDS = {
         does=_schedules,
     ),
     "scheduler_pass": _Kind(SchedulerPassContract, "SchedulerPassProtocol", _call, _make),
+    "tool_parser": _Kind(ToolParserContract, "ToolParserProtocol", _call, _make, sample=_answer),
     "topology": _Kind(TopologyContract, "TopologyProtocol", _call, _make),
     "trace_reader": _Kind(
         TraceReaderContract,
@@ -268,9 +278,9 @@ def installed_contract(
     """Return the contract of a kind as a test class that makes the installed provider of that name.
 
     It is made with `options`. `sample` is input that it needs to act on: for a trace reader the path of a
-    file of its format, for a logits processor the fields of a LogitsRequest as JSON, for
-    a grammar the kind, text and matching output. `on_call` receives the
-    name of each method of the provider that is called here, before any test.
+    file of its format, for a logits processor the fields of a LogitsRequest as JSON, for a grammar the kind,
+    text and matching output, for a parser an answer. `on_call` receives the name of each method of the
+    provider that is called here, before any test.
     Raises what `factory_contract` raises.
     """
     if kind not in _KINDS:
