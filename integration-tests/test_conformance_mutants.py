@@ -310,8 +310,8 @@ TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:41.68,371,44
 2023-11-16 18:15:42.68,372,44
 """
-
-ANSWERS = {
+SAMPLES = {
+    "trace_reader": TRACE,
     "reasoning_parser": "<think>\nhm\n</think>\n\nYes.",
     "tool_parser": '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
 }
@@ -352,14 +352,11 @@ def factory(kind: str) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def trace_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("trace") / "trace.csv"
-    path.write_text(TRACE)
-    return str(path)
-
-
-def sample_of(kind: str, trace_file: str) -> str | None:
-    return trace_file if kind == "trace_reader" else ANSWERS.get(kind)
+def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("samples")
+    for kind, text in SAMPLES.items():
+        (folder / kind).write_text(text)
+    return {kind: str(folder / kind) for kind in SAMPLES}
 
 
 MUTANTS = [
@@ -373,30 +370,28 @@ MUTANTS = [
 
 @pytest.mark.parametrize(("kind", "method", "fault", "rule"), MUTANTS)
 def test_a_broken_method_breaks_the_rule_that_it_should(
-    kind: str, method: str, fault: str, rule: str, trace_file: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, method: str, fault: str, rule: str, samples: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     impatient = partial(kv_tier.run_to_end, max_polls=1_000)  # a tier that does nothing never answers
     monkeypatch.setattr(kv_tier, "run_to_end", impatient)
-    contract = factory_contract(
-        kind, breaking(factory(kind), method, fault), sample=sample_of(kind, trace_file)
-    )
+    contract = factory_contract(kind, breaking(factory(kind), method, fault), sample=samples.get(kind))
     assert list(failures(contract, rule)) == [rule]
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_a_whole_provider_breaks_none_of_these_rules(kind: str, trace_file: str) -> None:
-    contract = factory_contract(kind, factory(kind), sample=sample_of(kind, trace_file))
+def test_a_whole_provider_breaks_none_of_these_rules(kind: str, samples: dict[str, str]) -> None:
+    contract = factory_contract(kind, factory(kind), sample=samples.get(kind))
     for rule in {rule for rules in RULES[kind].values() for rule in rules if rule is not None}:
         assert list(failures(contract, rule)) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_method_of_each_kind_is_broken_once_or_the_kind_is_not_checked(
-    kind: str, trace_file: str
+    kind: str, samples: dict[str, str]
 ) -> None:
     if kind in UNCHECKED:
         with pytest.raises(UncheckedError, match=f"no contract for the kind {kind}"):
             installed_contract(kind, "null")
         return
-    contract: Any = factory_contract(kind, factory(kind), sample=sample_of(kind, trace_file))
+    contract: Any = factory_contract(kind, factory(kind), sample=samples.get(kind))
     assert set(RULES[kind]) == set(contract.methods)

@@ -30,8 +30,8 @@ WITHOUT_CONTRACT = {
 SAMPLES = {
     "trace_reader": "load.lengths",
     "logits_processor": "{extra_args: {only_below: 5}}",
-    "reasoning_parser": "[THINK]hm[/THINK]Yes.",
-    "tool_parser": '<function_call>{"name": "f", "arguments": {"a": 1}}</function_call>',
+    "reasoning_parser": "reasoning",
+    "tool_parser": "call",
 }
 QUICK = ["lifetime_predictor"]  # the others take up to half a minute each
 COSTS = {
@@ -84,6 +84,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (info / "METADATA").write_text(metadata)
         (info / "entry_points.txt").write_text(f"[sagellm]\n{name} = {module}\n")
     (made / "COSTS").write_text(json.dumps(COSTS))
+    (made / "reasoning").write_text("[THINK]hm[/THINK]Yes.")
+    (made / "call").write_text('<function_call>{"name": "f", "arguments": {"a": 1}}</function_call>')
     lengths = [(0.05 * number, 40 + 7 * number % 50, 2 + number % 9) for number in range(30)]
     (made / "load.lengths").write_text("".join(f"{' '.join(map(str, each))}\n" for each in lengths))
     rows = [

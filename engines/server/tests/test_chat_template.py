@@ -211,7 +211,10 @@ def test_placeholders_become_token_ids_that_no_tokenizer_reads():
         ([{"content": "x"}], r"messages\[0\]: role is None"),
         ([*HELLO, {"role": "user"}], r"messages\[1\]: content is of type NoneType"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "a part of content"),
-        ([{"role": "user", "content": "x", "tool_calls": []}], "has the key 'tool_calls'; known are role"),
+        ([{"role": "user", "content": "x", "calls": []}], "has the key 'calls'; known are role"),
+        ([{"role": "assistant", "tool_calls": "x"}], "tool_calls is of type str; give a list"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], r"tool_calls\[0\] must be"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 3}], "tool_call_id is 3"),
         ([{"role": "user", "content": "x", "name": 3}], "name is 3"),
     ],
 )

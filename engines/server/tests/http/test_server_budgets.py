@@ -123,7 +123,7 @@ def num_calls(function, *arguments):
     ("message", "number"),
     [
         ({"content": [{"type": "text", "text": "a"}] * 250}, 96),
-        ({"content": [{"type": "text", "text": "a"}] * 250, "reasoning": "ignored"}, 96),
+        ({"content": [{"type": "text", "text": "a"}] * 250, "annotations": []}, 96),
         ({"content": "a"}, 4000),
         ({"role": "assistant"}, 4000),
     ],

@@ -100,8 +100,8 @@ def test_what_does_not_change_the_answer_is_listed(server, path, name):
         ({"metadata": True}, "metadata: expected `object`, got `bool`"),
         ({"service_tier": 3}, "service_tier: expected `str`, got `int`"),
         (
-            {"messages": [{"role": "user", "content": "a", "reasoning": ["b"]}]},
-            "messages[0].reasoning: expected `str`, got `array`",
+            {"messages": [{"role": "user", "content": "a", "annotations": "b"}]},
+            "messages[0].annotations: expected `array`, got `str`",
         ),
     ],
 )
@@ -151,15 +151,6 @@ def test_unknown_options_of_a_stream_are_listed_and_no_name_spoils_the_header(se
     assert len(listed) < 2000
 
 
-def test_tools_are_refused_though_parallel_ones_would_be_ignored(server):
-    body = {
-        **BODIES["/v1/chat/completions"][1],
-        "parallel_tool_calls": False,
-        "tools": [{"type": "function"}],
-    }
-    assert refused(server, "/v1/chat/completions", body)["param"] == "tools"
-
-
 @pytest.mark.parametrize(("choice", "listed"), UNUSED_IF_NONE.items())
 def test_tools_that_may_not_be_called_are_ignored(server, choice, listed):
     path = "/v1/chat/completions"
@@ -203,7 +194,7 @@ class TestLenient:
         assert answer.headers["x-sagellm-ignored"] == "messages.content.cache_control, messages.id"
 
     @pytest.mark.parametrize("path", BODIES)
-    @pytest.mark.parametrize("name", ["functions", "reasoning_effort", "logits_processors"])
+    @pytest.mark.parametrize("name", ["functions", "thinking_token_budget", "logits_processors"])
     def test_what_would_change_the_answer_is_refused_all_the_same(self, lenient, path, name):
         error = refused(lenient, path, {**BODIES[path][1], name: {"some": "thing"}})
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
@@ -237,10 +228,10 @@ def test_parts_that_are_not_text_are_refused_and_no_address_is_opened(server, ki
     assert error["message"].endswith("the models here read text; send parts of the type 'text' alone")
 
 
-@pytest.mark.parametrize("role", ["tool", "function"])
-def test_messages_of_tools_are_refused(server, role):
-    error = refused(server, "/v1/chat/completions", {"messages": [{"role": role, "content": "a"}]})
+def test_messages_of_functions_are_refused_with_what_replaced_them(server):
+    error = refused(server, "/v1/chat/completions", {"messages": [{"role": "function", "content": "a"}]})
     assert (error["param"], error["code"]) == ("messages[0].role", "unsupported_parameter")
+    assert "'tool'" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +240,7 @@ def test_messages_of_tools_are_refused(server, role):
         (CompletionBody, {"temprature": 1, "prompt": "a", "n": 0}, "n"),
         (
             ChatBody,
-            {"messages": [{"role": "tool", "tool_call_id": "a", "content": "b"}], "tools": [1]},
+            {"messages": [{"role": "function", "content": "b"}], "functions": [1]},
             "messages[0].role",
         ),
     ],

@@ -32,6 +32,7 @@ from sagellm.engines.requests.request_driver import RequestDriver
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text.chat_messages import Message, read_conversations
 from sagellm.engines.text.chat_template import ChatTemplate
+from sagellm.engines.text.chat_tools import read_tools
 from sagellm.engines.text.json_tokenizer import JsonTokenizer
 from sagellm.engines.vllm_calls import (
     MISSING_METHODS,
@@ -168,6 +169,7 @@ class LLMEngine:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Seq[Mapping[str, Any]] | None = None,
         namespace: Namespace = DEFAULT,
         progress: bool = False,
         use_tqdm: bool = False,
@@ -176,15 +178,21 @@ class LLMEngine:
         """Answer a conversation, or each of a list of them, using the model's chat template.
 
         A message is `{"role": "user", "content": "Hello"}`; `chat_template_kwargs` are variables of the
-        template. All else is as in `generate`; outputs have the prompt's token ids but not its text. Raises
-        InvalidRequestError, also if the model has no chat template.
+        template. `tools` are functions that the model may call, written as OpenAI's API takes them;
+        `sagellm.engines.parsers.parse_tool_calls` finds calls in the text of an output.
+        All else is as in `generate`; outputs have the prompt's token ids but not its text. Raises
+        InvalidRequestError, also if the model has no chat template, or one without tools.
         """
         check_habits("chat", habits, ChatHabits)
         is_shown = _is_shown(progress, use_tqdm)
         given = one_of(params, sampling_params)
+        offered = read_tools(tools)
         prompts = [
             self.chat_template.render(
-                conversation, add_generation_prompt=add_generation_prompt, options=chat_template_kwargs
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                options=chat_template_kwargs,
+                tools=offered,
             )
             for conversation in read_conversations(messages)
         ]

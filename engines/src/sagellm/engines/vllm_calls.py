@@ -26,7 +26,6 @@ class ChatHabits(GenerateHabits, total=False):
     chat_template_content_format: Literal["auto", "string"]
     continue_final_message: Literal[False]
     mm_processor_kwargs: Literal[None]
-    tools: Literal[None]
 
 
 _INSTEAD = {
@@ -38,7 +37,6 @@ _INSTEAD = {
     "priority": "add_request(prompt, priority=…) takes one for each request",
     "prompt_adapter_request": "adapters are not supported",
     "tokenization_kwargs": "tokenize with get_tokenizer(), and give the token ids",
-    "tools": "there is no tool parser",
 }
 CALL_ARGUMENTS: Mapping[str, VLLMSetting] = {
     name: VLLMSetting(get_args(hint), _INSTEAD[name]) for name, hint in get_type_hints(ChatHabits).items()

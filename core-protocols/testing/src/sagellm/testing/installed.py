@@ -156,8 +156,15 @@ def _texts(_: Any, sample: str | None) -> dict[str, Any]:
 
 
 def _answer(_: Any, sample: str | None) -> dict[str, Any]:
-    """Return the sample answer, if there is one."""
-    return {} if sample is None else {"sample": sample}
+    """Return the answer in the sample file; empty without one."""
+    return {} if sample is None else {"sample": _read(Path(sample))}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UncheckedError(f"the sample {path} cannot be read: {error}") from error
 
 
 def _trace(_: Any, sample: str | None) -> dict[str, Any]:
@@ -165,10 +172,7 @@ def _trace(_: Any, sample: str | None) -> dict[str, Any]:
     if sample is None:
         return {}
     path = Path(sample)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UncheckedError(f"the sample {path} cannot be read: {error}") from error
+    text = _read(path)
     return {"file_name": path.name, "sample": lambda self: text}
 
 
@@ -278,8 +282,8 @@ def installed_contract(
     """Return the contract of a kind as a test class that makes the installed provider of that name.
 
     It is made with `options`. `sample` is input that it needs to act on: for a trace reader the path of a
-    file of its format, for a logits processor the fields of a LogitsRequest as JSON, for a grammar the kind,
-    text and matching output, for a parser an answer. `on_call` receives the name of each method of the
+    file of its format, for a parser that of an answer, for a logits processor the fields of a LogitsRequest as
+    JSON, for a grammar the kind, text and matching output. `on_call` receives the name of each method of the
     provider that is called here, before any test.
     Raises what `factory_contract` raises.
     """

@@ -31,7 +31,7 @@ TEXTS = (
 )
 """Answers that are content in every format."""
 
-_NO_SAMPLE = "give an answer in its format with --sample TEXT, in Python override `sample`"
+_NO_SAMPLE = "give an answer in its format with --sample FILE, in Python override `sample`"
 
 
 def read(parser: AnswerParser, *deltas: str) -> list[AnswerPart]:

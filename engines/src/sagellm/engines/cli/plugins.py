@@ -16,7 +16,7 @@ from sagellm.core.plugins.registry import InstalledCommand, InstalledPlugin, Ins
 from sagellm.engines.cli.names import complete_kind, complete_plugin
 from sagellm.engines.cli.output import columns, new_app, print_json
 from sagellm.engines.config.schema import SETTINGS
-from sagellm.engines.config.settings import FLAT_NAMES, flag_of
+from sagellm.engines.config.settings import ALL_NAMES, flag_of
 
 CORE = "sagellm-core-protocols"
 
@@ -247,7 +247,7 @@ def _takes_options(kind: str) -> bool:
 
 def _flag_of(kind: str) -> str:
     """Return the flag of the setting that names providers of a kind, or ""."""
-    return next((flag_of(name) for name, key in FLAT_NAMES.items() if key == SETTINGS.get(kind)), "")
+    return next((flag_of(name) for name, key in ALL_NAMES.items() if key == SETTINGS.get(kind)), "")
 
 
 def _option_row(option: ProviderOption) -> tuple[str, str, str]:

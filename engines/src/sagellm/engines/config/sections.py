@@ -449,6 +449,17 @@ class ServerConfig(Checked):
     served_model_name: Names = Field(
         default=(), description="names of the model in the API, the first in answers; none: the model's own"
     )
+    tool_parser: OneProvider = provider(
+        "tool_parser",
+        "auto",
+        "tool parser by name: finds tool calls in answers; auto: the one that fits the chat template",
+    )
+    reasoning_parser: OneProvider = provider(
+        "reasoning_parser",
+        "auto",
+        "reasoning parser by name: splits reasoning from answers; auto: the one that fits the chat template, "
+        "null: none",
+    )
     lenient: bool = Field(
         default=False,
         description="ignore unknown fields of requests, and list them in the header X-Sagellm-Ignored, "

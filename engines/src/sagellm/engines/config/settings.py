@@ -61,6 +61,8 @@ SERVER_NAMES: dict[str, str] = {
     "metrics_allow": "server.metrics_allow",
     "public_namespaces": "server.public_namespaces",
     "served_model_name": "server.served_model_name",
+    "tool_call_parser": "server.tool_parser",
+    "reasoning_parser": "server.reasoning_parser",
     "lenient": "server.lenient",
     "max_queued_requests": "server.max_queued_requests",
     "max_requests_per_key": "server.max_requests_per_key",

@@ -21,17 +21,22 @@ class Render(msgspec.Struct, frozen=True, tag=True):
     messages: list[ChatMessage]
     add_generation_prompt: bool
     options: dict[str, Any]
+    tools: list[dict[str, Any]] = []
 
     @property
     def num_characters(self) -> int:
         """Approximate size of the input."""
-        return sum(_CHARACTERS_PER_MESSAGE + len(message.content) for message in self.messages)
+        num_tools = len(msgspec.json.encode(self.tools)) if self.tools else 0
+        return num_tools + sum(_CHARACTERS_PER_MESSAGE + each.num_characters for each in self.messages)
 
     def run(self, template: ChatTemplate) -> list[list[int]]:
         """Render the conversation."""
         return [
             template.render(
-                self.messages, add_generation_prompt=self.add_generation_prompt, options=self.options
+                self.messages,
+                add_generation_prompt=self.add_generation_prompt,
+                options=self.options,
+                tools=self.tools,
             )
         ]
 

@@ -7,22 +7,39 @@ from dataclasses import dataclass
 from typing import Any
 
 from sagellm.core import InvalidRequestError
+from sagellm.engines.text.chat_tools import read_calls
 
-_KEYS = ("role", "content", "name")
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message. `token_ids` are those with which the model wrote `content`, if known."""
+    """One message. `token_ids` are those with which the model wrote `content`, if known.
+
+    `tool_calls` have OpenAI's form, with arguments as text; `tool_call_id` says to which of them a message of
+    the role "tool" is the result.
+    """
 
     role: str
     content: str
     name: str | None = None
     token_ids: Sequence[int] = ()
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of all its texts."""
+        num = len(self.content) + len(self.reasoning or "")
+        for call in self.tool_calls:
+            num += len(call["function"]["name"]) + len(call["function"]["arguments"])
+        return num
 
 
 Message = ChatMessage | Mapping[str, Any]
-"""A ChatMessage, or a mapping like OpenAI's: role, content (a text, or parts of text), perhaps name."""
+"""A ChatMessage, or a mapping like OpenAI's: role, content (a text, or parts of text), perhaps name;
+tool_calls and reasoning_content of an assistant, tool_call_id of a tool."""
 
 
 def read_conversations(messages: object) -> list[list[ChatMessage]]:
@@ -61,9 +78,20 @@ def _read(message: object, where: str) -> ChatMessage:
     role, name = message.get("role"), message.get("name")
     if not isinstance(role, str) or not role:
         raise InvalidRequestError(f"{where}: role is {role!r}; it must be a text such as 'user'")
-    if name is not None and not isinstance(name, str):
-        raise InvalidRequestError(f"{where}: name is {name!r}; it must be a text")
-    return ChatMessage(role, _content(message.get("content"), where), name)
+    texts = {key: message.get(key) for key in ("name", "tool_call_id", "reasoning_content")}
+    for key, text in texts.items():
+        if text is not None and not isinstance(text, str):
+            raise InvalidRequestError(f"{where}: {key} is {text!r}; it must be a text")
+    calls = message.get("tool_calls")
+    content = message.get("content")
+    return ChatMessage(
+        role,
+        "" if content is None and calls else _content(content, where),
+        name,
+        tool_calls=read_calls(calls, where) if calls else (),
+        tool_call_id=texts["tool_call_id"],
+        reasoning=texts["reasoning_content"],
+    )
 
 
 def _content(content: object, where: str) -> str:

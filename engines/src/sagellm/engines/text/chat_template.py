@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines.text.chat_messages import ChatMessage
+from sagellm.engines.text.chat_tools import calls_for_template, with_texts
 from sagellm.engines.text.control_tokens import ControlTokens
 from sagellm.engines.text.errors import ChatTemplateError as ChatTemplateError, TextLimitError
 from sagellm.engines.text.guarded_tokenizer import encode
@@ -69,6 +70,22 @@ class ChatTemplate:
             if not isinstance(name, str) or name in taken:
                 raise InvalidRequestError(f"a request cannot set {name!r} of the chat template; leave it out")
 
+    def check_tools(self) -> None:
+        """Raise InvalidRequestError if the template has no place for tools."""
+        if not self.reads("tools"):
+            raise InvalidRequestError(
+                "the model's chat template has no place for tools, so the model would not see them; leave "
+                "tools out, or use a model that calls functions"
+            )
+
+    @property
+    def source(self) -> str:
+        """The template's source, that for tools if there are several; empty without a template."""
+        source = getattr(self._tokenizer, "chat_template", None) or ""
+        if isinstance(source, Mapping):
+            return str(source.get("tool_use") or source.get("default") or "")
+        return str(source)
+
     def prepare(self) -> None:
         """Build what all conversations share, without running the template."""
         if self._tokenizer is not None:
@@ -86,12 +103,14 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Return the token ids of a conversation; `options` are variables of the template.
 
-        With `add_generation_prompt`, the assistant's turn is opened. Control tokens in options stay text,
-        too. Raises ChatTemplateError with the template's error and its line, TextLimitError if the output is
-        too long, TokenizerError.
+        With `add_generation_prompt`, the assistant's turn is opened. `tools` have OpenAI's form. Control
+        tokens in options and tools stay text, too. Raises ChatTemplateError with the template's error and its
+        line, TextLimitError if the output is too long, TokenizerError, InvalidRequestError for tools
+        where the template has no place for them.
         """
         self.check()
         self.check_options(options or {})
@@ -100,6 +119,11 @@ class ChatTemplate:
             name: self._control.hide(value, placeholders) if isinstance(value, str) else value
             for name, value in (options or {}).items()
         }
+        if tools:
+            self.check_tools()
+            call["tools"] = [
+                with_texts(tool, lambda text: self._control.hide(text, placeholders)) for tool in tools
+            ]
         exact = {index for index, message in enumerate(messages) if message.token_ids}
         if exact:
             exact = self._unedited(messages, exact, placeholders, call)
@@ -130,9 +154,9 @@ class ChatTemplate:
 
     def _as_read(
         self, messages: Sequence[ChatMessage], exact: Collection[int], placeholders: Placeholders
-    ) -> list[dict[str, str]]:
+    ) -> list[dict[str, Any]]:
         """Write messages as templates expect them, with marks for control tokens and exact answers."""
-        read: list[dict[str, str]] = []
+        read: list[dict[str, Any]] = []
         for index, message in enumerate(messages):
             if index in exact:
                 content = placeholders.mark(index, message.token_ids)
@@ -141,8 +165,23 @@ class ChatTemplate:
             entry = {"role": self._control.hide(message.role, placeholders), "content": content}
             if message.name is not None:
                 entry["name"] = self._control.hide(message.name, placeholders)
+            if message.tool_calls or message.tool_call_id is not None or message.reasoning is not None:
+                extra = self._extra(message, f"messages[{index}]")
+                entry |= with_texts(extra, lambda text: self._control.hide(text, placeholders))
             read.append(entry)
         return read
+
+    def _extra(self, message: ChatMessage, where: str) -> dict[str, Any]:
+        """Return what a message has of calls and reasoning."""
+        extra: dict[str, Any] = {}
+        if message.tool_calls:
+            reads_text = "arguments is string" in self.source
+            extra["tool_calls"] = calls_for_template(message.tool_calls, where, reads_text=reads_text)
+        if message.tool_call_id is not None:
+            extra["tool_call_id"] = message.tool_call_id
+        if message.reasoning is not None and self.reads("reasoning_content"):
+            extra["reasoning_content"] = message.reasoning
+        return extra
 
     @cached_property
     def _words(self) -> frozenset[str]:
@@ -154,7 +193,7 @@ class ChatTemplate:
     def _control(self) -> ControlTokens:
         return ControlTokens(self._tokenizer)
 
-    def _apply(self, messages: list[dict[str, str]], call: Mapping[str, Any]) -> str:
+    def _apply(self, messages: list[dict[str, Any]], call: Mapping[str, Any]) -> str:
         assert self._tokenizer is not None, "checked"
         try:
             text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, **call))

@@ -27,6 +27,7 @@ def render_chat(
     variables: Mapping[str, Any],
     *,
     add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """Return what a template makes of messages. Raises whatever the template raises.
 
@@ -37,7 +38,7 @@ def render_chat(
     present = [{key: value for key, value in each.items() if value is not None} for each in messages]
     return _compiled(source).render(
         messages=_plain(present),
-        tools=None,
+        tools=None if tools is None else _plain(list(tools)),
         documents=None,
         add_generation_prompt=add_generation_prompt,
         **_plain(variables),

@@ -102,17 +102,22 @@ class JsonTokenizer:
         *,
         add_generation_prompt: bool = False,
         tokenize: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> Any:
         """Render messages by the template; `options` are its variables. Raises what the template raises."""
         call: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
         if tokenize or not TEMPLATE_ARGUMENTS.isdisjoint(options):
+            call["tools"] = tools
             return self.transformers.apply_chat_template(conversation, tokenize=tokenize, **call, **options)
-        if not options and (plain := render_plain_chat(self._template, conversation, **call)) is not None:
-            return plain
+        source = self._template(has_tools=bool(tools))
+        if not options and not tools:
+            plain = render_plain_chat(source, conversation, **call)
+            if plain is not None:
+                return plain
         from sagellm.engines.text.jinja_templates import render_chat
 
-        return render_chat(self._template, conversation, self.special_tokens_map | options, **call)
+        return render_chat(source, conversation, self.special_tokens_map | options, tools=tools, **call)
 
     def __getattr__(self, name: str) -> Any:
         """Return a named special token or its id, or what transformers' tokenizer has by that name."""
@@ -133,10 +138,11 @@ class JsonTokenizer:
             return self._id_of(str(unknown))
         return token_id
 
-    @property
-    def _template(self) -> str:
+    def _template(self, *, has_tools: bool) -> str:
         if not isinstance(self.chat_template, dict):
             return str(self.chat_template)
+        if has_tools and "tool_use" in self.chat_template:
+            return str(self.chat_template["tool_use"])
         if "default" not in self.chat_template:
             raise ValueError(f"none of the chat templates {sorted(self.chat_template)} is called default")
         return str(self.chat_template["default"])

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from sagellm.core import get_logger
 from sagellm.engines import __version__
 from sagellm.engines.config.sections import ServerConfig
+from sagellm.engines.parsers.choice import ChosenParsers
 from sagellm.engines.text.calls import TextRunner
 from sagellm.server.http.access_control import AccessControl, Keys, check_access
 from sagellm.server.http.access_log import AccessLog
@@ -67,6 +68,7 @@ def create_app(
         metrics=ServerMetrics(names[0], admission.tenants),
         encoder=PromptEncoder(front.tokenizer, front.max_model_len, text_runner=text_runner),
         public_namespaces=settings.public_namespaces,
+        parsers=ChosenParsers.choose(front.tokenizer, settings.tool_parser, settings.reasoning_parser),
         deadline_ms=settings.deadline_ms,
         is_lenient=settings.lenient,
     )

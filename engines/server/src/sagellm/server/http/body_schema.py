@@ -14,6 +14,7 @@ from sagellm.core import TokenIds
 from sagellm.engines.requests.request_checks import MAX_DEADLINE_MS
 from sagellm.engines.sampling.checks import Parameter
 from sagellm.engines.sampling.params import MAX_LOGPROBS, MAX_N, PARAMETERS
+from sagellm.server.http.tool_schema import CallId, ReasoningEffort, ToolCalls, ToolChoice, Tools
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
@@ -115,7 +116,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     logprobs: NumLogprobs | None = None
 
 
-Role = Literal["system", "developer", "user", "assistant"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,6 +132,20 @@ class Message(msgspec.Struct, frozen=True):
     role: Role
     content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None = None
     name: Annotated[str, Meta(max_length=64)] | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: CallId | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of the same
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of all its texts."""
+        num = len(self.text)
+        if self.reasoning_content or self.reasoning:
+            num += len(self.reasoning_content or self.reasoning or "")
+        for call in self.tool_calls or ():
+            num += len(call.function.name) + len(call.function.arguments)
+        return num
 
     @property
     def text(self) -> str:
@@ -149,6 +164,11 @@ class ChatBody(SamplingBody, kw_only=True):
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -160,6 +180,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sagellm.core import Namespace, Tenant, get_logger
@@ -13,17 +14,20 @@ from sagellm.engines.logging import fields
 from sagellm.engines.requests.input_processor import RequestOptions
 from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
+from sagellm.server.http.answer_reading import AnswerReading
 from sagellm.server.http.body_params import chat_params, check_budget, completion_params
 from sagellm.server.http.body_schema import Body, ChatBody, CompletionBody, StreamOptions
 from sagellm.server.http.chat_shape import ChatShape
 from sagellm.server.http.completion_shape import CompletionShape
-from sagellm.server.http.errors import as_api_error, deadline_exceeded, invalid
+from sagellm.server.http.errors import as_api_error, deadline_exceeded, invalid, unsupported
 from sagellm.server.http.job_streams import ClientGoneError, JobStreams, running
 from sagellm.server.http.metrics import RequestTimer
+from sagellm.server.http.parsed_chat_shape import ParsedChatShape
 from sagellm.server.http.prompt_encoder import EncodedPrompt
 from sagellm.server.http.reply import EventReply, JSONReply
 from sagellm.server.http.service import Service
 from sagellm.server.http.shape import Job, Shape
+from sagellm.server.http.tools import offer_of
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -46,6 +50,10 @@ class Generation(ABC, Generic[B]):
 
     def __init__(self, service: Service) -> None:
         self.service = service
+
+    def shape_of(self, job: Job) -> Shape:
+        """Return what writes a job's outputs."""
+        return self.shape(job)
 
     @abstractmethod
     async def prompts(self, body: B) -> list[EncodedPrompt]:
@@ -80,7 +88,7 @@ class Generation(ABC, Generic[B]):
                     )
                 ]
                 scope["state"].update(timers=timers, job=job)  # for the access log and spans
-                shape = self.shape(job)
+                shape = self.shape_of(job)
                 async with running(receive, timers, options["deadline_ms"]) as run:
                     seat.run(run.stop)
                     await run.open(self.service.front, job, options)
@@ -172,6 +180,34 @@ class Chats(Generation[ChatBody]):
     async def prompts(self, body: ChatBody) -> list[EncodedPrompt]:
         """Return the one prompt that the template makes."""
         return [await self.service.encoder.encode_chat(body)]
+
+    def shape_of(self, job: Job) -> Shape:
+        """Return what writes a job's outputs: whole, or taken apart."""
+        return ChatShape(job) if job.reading is None else ParsedChatShape(job, job.reading)
+
+    async def _job(self, body: ChatBody, *, request_id: str) -> Job:
+        job = await super()._job(body, request_id=request_id)
+        reading = await self._reading(body, job.prompts[0])
+        if reading is None:
+            return job
+        params = reading.params(job.params, has_grammar=self.service.has_grammar)
+        return replace(job, params=params, reading=reading)
+
+    async def _reading(self, body: ChatBody, prompt: EncodedPrompt) -> AnswerReading | None:
+        """Return how answers are read, None if all is content. Raises APIError for tools without a parser."""
+        parsers, offer = self.service.parsers, offer_of(body)
+        if offer is not None and parsers.tool_parser is None:
+            raise unsupported("tools", "no tool parser fits the model's chat template; name one when serving")
+        reasoning = parsers.reasoning_parser
+        if offer is None and reasoning is None:
+            return None
+        return AnswerReading(
+            parsers,
+            offer,
+            prompt_end=await self.service.encoder.end_of(prompt) if reasoning is not None else "",
+            shows_reasoning=body.include_reasoning is not False,
+            removed=parsers.other_special if body.skip_special_tokens is not False else None,
+        )
 
 
 def _left_ms(deadline_ms: float | None, arrived: float) -> float | None:

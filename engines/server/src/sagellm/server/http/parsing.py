@@ -42,6 +42,7 @@ from sagellm.server.http.json_values import (
     read_token_ids,
     too_many_characters,
 )
+from sagellm.server.http.tools import check_tool_message
 from sagellm.server.http.unsupported import (
     IGNORED,
     IGNORED_IN_MESSAGES,
@@ -59,7 +60,7 @@ MAX_FIELD_BYTES = 256 << 10
 
 _MAX_FIELDS = 64  # of a message, or of a part of one
 _MAX_NEUTRAL_BYTES = 1 << 10  # longer than any value that requests nothing
-_TOOL_ROLES = (b'"tool"', b'"function"')
+_OLD_TOOL_ROLE = b'"function"'
 _NULL, _NONE = Raw(b"null"), Raw(b'"none"')
 _FIRST_BYTES = {dict: b"{", list: b"[", str: b'"', bool: b"tf"}
 _FIRST_ITEM = re.compile(rb"\[\s*(.)", re.DOTALL)
@@ -185,6 +186,7 @@ def _read_messages(value: memoryview, shown: str, reading: _Reading) -> list[Mes
     if _first(value) != b"[":
         msgspec.json.decode(value, type=list)  # raises ValidationError
     messages: list[Message] = []
+    called: set[str] = set()  # ids of tool calls so far
     num_characters = 0
     for index, item in enumerate(items(value)):
         if index == MAX_MESSAGES:
@@ -193,10 +195,12 @@ def _read_messages(value: memoryview, shown: str, reading: _Reading) -> list[Mes
         message = _read_plain(item) or reading.object(Message, item, where)
         if message.content is None and message.role != "assistant":
             raise _missing(f"{where}.content")
+        if message.tool_calls or message.tool_call_id is not None or message.role == "tool":
+            check_tool_message(message, where, called)
         if isinstance(message.content, list):  # thousands of parts are joined only once
             message = msgspec.structs.replace(message, content=message.text)
         messages.append(message)
-        num_characters += len(message.text)
+        num_characters += message.num_characters
         if num_characters > reading.limits.num_characters:
             raise too_many_characters(shown, reading.limits)
     if not messages:
@@ -214,9 +218,11 @@ def _read_plain(value: memoryview) -> Message | None:
 
 
 def _read_role(value: memoryview, shown: str, reading: _Reading) -> str:
-    if value in _TOOL_ROLES:
+    if value == _OLD_TOOL_ROLE:
         raise unsupported(
-            shown, "this server has no tool parser", remedy="send a tool's result as text of the user"
+            shown,
+            "functions are given as tools",
+            remedy="send a result in the role 'tool', with its call's id",
         )
     role: str = _decode_role(value)
     return role

@@ -17,11 +17,17 @@ from sagellm.engines.text.limits import max_characters_of
 from sagellm.engines.text.local import LONG_TEXT, LocalTextRunner
 from sagellm.server.http.body_schema import ChatBody, CompletionBody, Message, TokenizeBody
 from sagellm.server.http.errors import APIError, invalid, printable
+from sagellm.server.http.reply import encode_json
+from sagellm.server.http.tool_schema import Tool
+from sagellm.server.http.tools import offer_of
 
 if TYPE_CHECKING:
     from sagellm.engines.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
+
+_END_TOKENS = 32
+"""Of a prompt, in which its template may have begun or ended the model's reasoning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,8 +112,12 @@ class PromptEncoder:
 
     async def encode_chat(self, body: ChatBody) -> EncodedPrompt:
         """Return the prompt that the model's chat template makes of the messages. Raises APIError."""
+        offer = offer_of(body)
         token_ids = await self._rendered(
-            body.messages, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
+            body.messages,
+            self._effort(body.reasoning_effort) | (body.chat_template_kwargs or {}),
+            add_generation_prompt=body.add_generation_prompt,
+            tools=() if offer is None else offer.tools,
         )
         return EncodedPrompt(token_ids=self._checked(token_ids, "messages"))
 
@@ -122,9 +132,12 @@ class PromptEncoder:
                     "add_special_tokens: for messages, the chat template adds them; leave it out",
                 )
             return await self._rendered(
-                body.messages, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
+                body.messages,
+                body.chat_template_kwargs,
+                add_generation_prompt=body.add_generation_prompt,
+                tools=body.tools or (),
             )
-        for name in ("add_generation_prompt", "chat_template_kwargs"):
+        for name in ("add_generation_prompt", "chat_template_kwargs", "tools"):
             if getattr(body, name):
                 raise invalid(name, f"{name}: only for messages; leave it out with a prompt")
         text, is_special = body.prompt or "", body.add_special_tokens is not False
@@ -147,6 +160,33 @@ class PromptEncoder:
     def unread(self, options: Mapping[str, Any]) -> list[str]:
         """Return the names of variables that the model's template does not read."""
         return [name for name in options if not self._template.reads(name)]
+
+    def unread_of(self, body: ChatBody | TokenizeBody) -> Iterator[str]:
+        """Yield the names of fields of a body that the model's template does not read."""
+        reads_reasoning = self._template.reads("reasoning_content")
+        if not reads_reasoning and any(each.reasoning_content for each in body.messages or ()):
+            yield "messages.reasoning_content"
+        if not reads_reasoning and any(each.reasoning for each in body.messages or ()):
+            yield "messages.reasoning"
+        if isinstance(body, ChatBody):
+            effort = body.reasoning_effort
+            if effort is not None and not self._effort(effort):
+                yield "reasoning_effort"
+            if body.tools and body.tool_choice == "none":
+                yield "tools"
+
+    async def end_of(self, prompt: EncodedPrompt) -> str:
+        """Return the end of a prompt as text, control tokens included. Raises APIError."""
+        return await self._decode(list(prompt.token_ids[-_END_TOKENS:]), "messages")
+
+    def _effort(self, effort: str | None) -> dict[str, Any]:
+        """Return the variables by which the model's template is told how much to reason."""
+        if effort is None:
+            return {}
+        if self._template.reads("reasoning_effort"):
+            return {"reasoning_effort": effort}
+        switch = next((name for name in ("enable_thinking", "thinking") if self._template.reads(name)), None)
+        return {} if switch is None else {switch: effort != "none"}
 
     def _check_length(self, num_characters: int, param: str) -> None:
         if num_characters > self._max_characters:
@@ -195,11 +235,18 @@ class PromptEncoder:
         options: Mapping[str, Any] | None,
         *,
         add_generation_prompt: bool | None,
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
         """Apply the model's template. Text that looks like a control token in a message stays text."""
-        read = [ChatMessage(message.role, message.text, message.name) for message in messages]
-        num_characters = sum(len(message.content) for message in read)
+        read = list(map(_as_chat_message, messages))
+        offered = [tool.for_template for tool in tools]
+        num_characters = sum(message.num_characters for message in read)
         self._check_length(num_characters, "messages")
+        if tools:
+            self._check_length(num_characters + len(encode_json(offered)), "tools")
+            with _errors_of("tools"):
+                self._template.check()
+                self._template.check_tools()
         given = {name: value for name, value in (options or {}).items() if value is not None}
         with _errors_of("chat_template_kwargs"):
             self._template.check_options(given)
@@ -207,9 +254,24 @@ class PromptEncoder:
         with _errors_of("messages"):
             self._template.check()
             token_ids = await self._text_runner.token_ids(
-                Render(read, add_generation_prompt is not False, used)
+                Render(read, add_generation_prompt is not False, used, offered)
             )
         return token_ids[0]
+
+
+def _as_chat_message(message: Message) -> ChatMessage:
+    if message.tool_calls is None and message.tool_call_id is None:
+        thoughts = message.reasoning_content or message.reasoning
+        if thoughts is None:
+            return ChatMessage(message.role, message.text, message.name)
+    return ChatMessage(
+        message.role,
+        message.text,
+        message.name,
+        tool_calls=[call.for_template for call in message.tool_calls or ()],
+        tool_call_id=message.tool_call_id,
+        reasoning=message.reasoning_content or message.reasoning,
+    )
 
 
 @contextmanager

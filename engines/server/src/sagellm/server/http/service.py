@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from sagellm.core import get_logger
 from sagellm.engines.logging import fields
+from sagellm.engines.parsers.choice import ChosenParsers
 from sagellm.engines.text.limits import max_characters_of
 from sagellm.server.http.admission import Admission
 from sagellm.server.http.body_params import has_two_limits
@@ -44,6 +45,8 @@ class Service:
     metrics: ServerMetrics
     encoder: PromptEncoder
     public_namespaces: tuple[str, ...]
+    parsers: ChosenParsers = field(default_factory=ChosenParsers)
+    has_grammar: bool = False  # whether outputs can be constrained
     deadline_ms: int | None = None  # of requests that give none
     is_lenient: bool = False  # ignores unknown fields of bodies
     _encoding: dict[str, asyncio.Lock] = field(default_factory=dict, repr=False)  # by tenant, of several
@@ -73,6 +76,8 @@ class Service:
         if isinstance(body, ChatBody | TokenizeBody) and body.chat_template_kwargs:
             for name in self.encoder.unread(body.chat_template_kwargs):
                 yield f"chat_template_kwargs.{name}"
+        if isinstance(body, ChatBody | TokenizeBody):
+            yield from self.encoder.unread_of(body)
 
     @asynccontextmanager
     async def encoding(self, tenant: str) -> AsyncIterator[None]:

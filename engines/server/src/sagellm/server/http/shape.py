@@ -7,7 +7,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sagellm.core import EngineError, InvalidRequestError
 from sagellm.engines.requests.outputs import CompletionOutput, RequestOutput
@@ -15,6 +15,9 @@ from sagellm.engines.sampling.params import SamplingParams
 from sagellm.server.http.errors import APIError, deadline_exceeded
 from sagellm.server.http.prompt_encoder import EncodedPrompt
 from sagellm.server.http.reply import encode_json
+
+if TYPE_CHECKING:
+    from sagellm.server.http.answer_reading import AnswerReading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,7 @@ class Job:
     hides_output: bool = False  # max_tokens was 0
     hides_logprobs: bool = False  # they serve only for ranking
     shows_tokens_as_ids: bool = False
+    reading: AnswerReading | None = None  # how answers are taken apart
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -182,8 +186,8 @@ def usage(requests: Sequence[RequestOutput], job: Job) -> dict[str, Any]:
     return counted
 
 
-def end_of(output: CompletionOutput) -> bytes:
-    """Return the end of a choice in a chunk: why it ended, or that it continues.
+def end_of(output: CompletionOutput, told: str | None = None) -> bytes:
+    """Return the end of a choice in a chunk: why it ended, or what is `told` instead, or that it continues.
 
     Raises EngineError or APIError for a continuation that failed.
     """
@@ -191,7 +195,10 @@ def end_of(output: CompletionOutput) -> bytes:
     if reason is None:
         return b',"finish_reason":null}]'
     raise_if_failed(output)
-    return b',"finish_reason":"%b","stop_reason":%b}]' % (reason.encode(), encode_json(output.stop_reason))
+    return b',"finish_reason":"%b","stop_reason":%b}]' % (
+        (told or reason).encode(),
+        encode_json(output.stop_reason),
+    )
 
 
 def raise_if_failed(output: CompletionOutput) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-_TOOLS = "this server has no tool parser"
+_TOOLS = "functions are given as tools"
+_CHATS = "only POST /v1/chat/completions has tools"
 _GRAMMAR = "give structured_outputs={json, json_object, regex, choice, grammar or structural_tag}"
 _TEXT = "the models here read and write text"
 _STORE = "nothing is stored"
@@ -26,7 +27,6 @@ class Refusal(NamedTuple):
 
 IGNORED: Mapping[str, type] = {
     "metadata": dict,
-    "parallel_tool_calls": bool,  # tools themselves are refused, unless none may be called
     "prediction": dict,
     "prompt_cache_key": str,
     "prompt_cache_options": dict,
@@ -38,11 +38,11 @@ IGNORED: Mapping[str, type] = {
 }
 """Ignored in a body if of this type: they say who asks, what to store or how soon to answer."""
 
-UNUSED_IF_NONE: Mapping[str, str] = {"tool_choice": "tools", "function_call": "functions"}
+UNUSED_IF_NONE: Mapping[str, str] = {"function_call": "functions"}
 """A choice, and the list that is ignored, too, if the choice is "none": the model calls none of it."""
 
-IGNORED_IN_MESSAGES: Mapping[str, type] = {"annotations": list, "reasoning": str, "reasoning_content": str}
-"""Ignored in messages: what accompanied an answer. Chat templates leave it out of earlier turns."""
+IGNORED_IN_MESSAGES: Mapping[str, type] = {"annotations": list}
+"""Ignored in messages: what accompanied an answer."""
 
 UNSUPPORTED: Mapping[str, Refusal] = {
     # OpenAI
@@ -50,11 +50,8 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "modalities": Refusal(_TEXT, (["text"],)),
     "function_call": Refusal(_TOOLS, ("none",)),
     "functions": Refusal(_TOOLS, ([],)),
-    "tools": Refusal(_TOOLS, ([],)),
-    "tool_choice": Refusal(_TOOLS, ("none",)),
     "suffix": Refusal("the models here continue a text", ("",)),
     "moderation": Refusal("nothing is moderated"),
-    "reasoning_effort": Refusal("this server has no reasoning parser"),
     "verbosity": Refusal(),
     "web_search_options": Refusal("the server reaches no network"),
     # vLLM
@@ -66,7 +63,6 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "early_stopping": Refusal(_BEAMS, (False,)),
     "guided_decoding_backend": Refusal("the server's --grammar-backend names it"),
     "guided_whitespace_pattern": Refusal("the server's --grammar-backend bounds white space"),
-    "include_reasoning": Refusal("this server has no reasoning parser", (True,)),
     "kv_transfer_params": Refusal(),
     "length_penalty": Refusal(_BEAMS, (1, 1.0)),
     "logits_processors": Refusal(_CODE),
@@ -79,7 +75,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "request_id": Refusal("send it as the header X-Request-Id"),
     "spaces_between_special_tokens": Refusal("", (True,)),
     "structural_tag": Refusal(_GRAMMAR),
-    "thinking_token_budget": Refusal("this server has no reasoning parser"),
+    "thinking_token_budget": Refusal("max_tokens bounds reasoning and answer together"),
     "truncate_prompt_tokens": Refusal("shorten the prompt"),
     "use_beam_search": Refusal(_BEAMS, (False,)),
     # SGLang
@@ -88,7 +84,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "lora_path": Refusal("adapters are not loaded"),
     "regex": Refusal(_GRAMMAR),
     "return_hidden_states": Refusal("", (False,)),
-    "separate_reasoning": Refusal("this server has no reasoning parser"),
+    "separate_reasoning": Refusal("a server with a reasoning parser always does", (True,)),
     "session_params": Refusal(_STORE),
     # one endpoint's parameters, sent to the other
     "best_of": Refusal("only POST /v1/completions ranks continuations; use n", (1,)),
@@ -98,6 +94,11 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "max_completion_tokens": Refusal("POST /v1/completions takes max_tokens"),
     "top_logprobs": Refusal("POST /v1/completions takes a number in logprobs"),
     "add_generation_prompt": Refusal("only POST /v1/chat/completions has a template"),
+    "tools": Refusal(_CHATS, ([],)),
+    "tool_choice": Refusal(_CHATS, ("none", "auto")),
+    "parallel_tool_calls": Refusal(_CHATS, (True, False)),
+    "reasoning_effort": Refusal("only POST /v1/chat/completions has a template"),
+    "include_reasoning": Refusal("only POST /v1/chat/completions splits answers", (True,)),
     "messages": Refusal("POST /v1/completions takes a prompt"),
     "prompt": Refusal("POST /v1/chat/completions takes messages"),
 }
@@ -106,8 +107,6 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, Refusal] = {
     "audio": Refusal(_TEXT),
     "function_call": Refusal(_TOOLS),
     "refusal": Refusal(),
-    "tool_call_id": Refusal(_TOOLS),
-    "tool_calls": Refusal(_TOOLS, ([],)),
 }
 
 

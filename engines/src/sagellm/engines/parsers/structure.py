@@ -1,0 +1,55 @@
+"""Structural tags whose texts are special tokens of a vocabulary, which no text can spell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def with_tokens(structure: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return a structural tag in which tags begin or end with a token instead of one of these texts."""
+    return {**structure, "format": _bound(structure["format"], token_ids)}
+
+
+def after(
+    structure: Mapping[str, Any], tags: tuple[str, str], token_ids: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return a structural tag that comes after reasoning between two tags; the first may be empty."""
+    thinking = {"type": "tag", "begin": tags[0], "content": {"type": "any_text"}, "end": tags[1]}
+    space = {"type": "regex", "pattern": r"\n{0,2}"}
+    elements = [_bound(thinking, token_ids), space, structure["format"]]
+    return {**structure, "format": {"type": "sequence", "elements": elements}}
+
+
+def _bound(form: Any, token_ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return a format with tokens; those that have no tags are as they were."""
+    if form["type"] == "tag":
+        return _bound_tag(form, token_ids)
+    if form["type"] == "tags_with_separator":
+        return {**form, "tags": [_bound(tag, token_ids) for tag in form["tags"]]}
+    if form["type"] == "triggered_tags":
+        tags = [_bound(tag, token_ids) for tag in form["tags"]]
+        triggers = [token_ids.get(trigger) for trigger in form["triggers"]]
+        if None in triggers:
+            return dict(form)
+        rest = {key: value for key, value in form.items() if key not in ("type", "triggers", "tags")}
+        return {"type": "token_triggered_tags", "trigger_tokens": triggers, "tags": tags, **rest}
+    return dict(form)
+
+
+def _bound_tag(tag: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
+    begin, end = tag["begin"], tag["end"]
+    first = next((text for text in token_ids if begin.startswith(text)), None)
+    last = next((text for text in token_ids if end.endswith(text)), None)
+    content = [_bound(tag["content"], token_ids)]
+    if first is not None and begin != first:
+        content.insert(0, {"type": "const_string", "value": begin.removeprefix(first)})
+    if last is not None and end != last:
+        content.append({"type": "const_string", "value": end.removesuffix(last)})
+    whole = content[0] if len(content) == 1 else {"type": "sequence", "elements": content}
+    return {
+        "type": "tag",
+        "begin": begin if first is None else {"type": "token", "token": token_ids[first]},
+        "content": whole,
+        "end": end if last is None else {"type": "token", "token": token_ids[last]},
+    }
