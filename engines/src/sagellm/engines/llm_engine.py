@@ -32,7 +32,6 @@ from sagellm.engines.requests.request_driver import RequestDriver
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text.chat_messages import Message, read_conversations
 from sagellm.engines.text.chat_template import ChatTemplate
-from sagellm.engines.text.chat_tools import read_tools
 from sagellm.engines.text.json_tokenizer import JsonTokenizer
 from sagellm.engines.vllm_calls import (
     MISSING_METHODS,
@@ -186,13 +185,12 @@ class LLMEngine:
         check_habits("chat", habits, ChatHabits)
         is_shown = _is_shown(progress, use_tqdm)
         given = one_of(params, sampling_params)
-        offered = read_tools(tools)
         prompts = [
             self.chat_template.render(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 options=chat_template_kwargs,
-                tools=offered,
+                tools=tools or (),
             )
             for conversation in read_conversations(messages)
         ]

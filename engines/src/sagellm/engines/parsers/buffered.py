@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -163,9 +163,9 @@ class CallingParser(BufferedParser, ABC):
             self.space = ""
         return False
 
+    @abstractmethod
     def begin(self) -> bool:
         """Read what follows a tag, which is at the front of the text."""
-        raise NotImplementedError
 
     def add_content(self, text: str) -> None:
         """Report content, and keep whitespace at its end."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import InvalidRequestError
 from sagellm.engines.text.chat_messages import ChatMessage
-from sagellm.engines.text.chat_tools import calls_for_template, with_texts
+from sagellm.engines.text.chat_tools import calls_for_template, read_tools, with_texts
 from sagellm.engines.text.control_tokens import ControlTokens
 from sagellm.engines.text.errors import ChatTemplateError as ChatTemplateError, TextLimitError
 from sagellm.engines.text.guarded_tokenizer import encode
@@ -121,9 +121,8 @@ class ChatTemplate:
         }
         if tools:
             self.check_tools()
-            call["tools"] = [
-                with_texts(tool, lambda text: self._control.hide(text, placeholders)) for tool in tools
-            ]
+            hide = partial(self._control.hide, placeholders=placeholders)
+            call["tools"] = [with_texts(tool, hide) for tool in read_tools(tools)]
         exact = {index for index, message in enumerate(messages) if message.token_ids}
         if exact:
             exact = self._unedited(messages, exact, placeholders, call)
@@ -167,7 +166,7 @@ class ChatTemplate:
                 entry["name"] = self._control.hide(message.name, placeholders)
             if message.tool_calls or message.tool_call_id is not None or message.reasoning is not None:
                 extra = self._extra(message, f"messages[{index}]")
-                entry |= with_texts(extra, lambda text: self._control.hide(text, placeholders))
+                entry |= with_texts(extra, partial(self._control.hide, placeholders=placeholders))
             read.append(entry)
         return read
 
