@@ -15,6 +15,9 @@ from sagellm.core import InvalidRequestError
 from sagellm.engines import SamplingParams
 from sagellm.engines.cli.chat.conversation import Conversation, Turn
 from sagellm.engines.cli.chat.session import ChatSession
+from sagellm.engines.cli.chat.terminal import Terminal
+from sagellm.engines.cli.chat.thinking_aloud import ThinkingAloud
+from sagellm.engines.parsers.reasoning import DeepSeekR1Parser, ThinkParser
 from sagellm.engines.text import ChatMessage
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12)
@@ -35,6 +38,9 @@ class FakeTerminal:
 
     def write(self, text):
         self.shown.append(("answer", text))
+
+    def think(self, text):
+        self.shown.append(("thought", text))
 
     def end_answer(self):
         self.shown.append(("answer", "\n"))
@@ -70,6 +76,34 @@ def test_answers_are_those_of_the_engine(engine):
         expected,
         f"{expected}\n{second.answer.content}\n",
     )
+
+
+def test_reasoning_is_shown_apart_from_the_answer():
+    terminal = FakeTerminal()
+    shown = ThinkingAloud(ThinkParser().start("<think>\n"), terminal)
+    for piece in ("I ", "look.\n</th", "ink>\n\nIt is", " far."):
+        shown.write(piece)
+    shown.end()
+    assert "".join(terminal.texts("thought")) == "I look.\n\n"
+    assert "".join(terminal.texts("answer")) == "It is far."
+
+
+def test_a_model_that_only_thinks_has_no_answer_and_its_turn_is_kept(engine):
+    terminal = FakeTerminal("Hello")
+    conversation = Conversation(engine.chat_template)
+    ChatSession(engine, PARAMS, conversation, terminal, DeepSeekR1Parser()).run()
+    (turn,) = conversation.turns
+    assert "".join(terminal.texts("thought")) == turn.answer.content.strip()
+    assert terminal.texts("answer") == ["\n"]
+
+
+def test_reasoning_is_dimmed_on_a_terminal_and_left_out_of_a_pipe(capsys):
+    terminal = Terminal()
+    terminal.think("hm")
+    assert capsys.readouterr().out == ""
+    terminal._shows_output = True
+    terminal.think("hm hm")
+    assert "hm" in capsys.readouterr().out
 
 
 def test_the_next_prompt_finds_the_turn_before_in_the_cache(engine):

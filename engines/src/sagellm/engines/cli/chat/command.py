@@ -43,12 +43,18 @@ def chat(
     settings = with_model(options, model_argument)
     engine_config, sampling = read_options(settings, config, max_tokens=max_tokens)
     engine = start_engine(engine_config)
+    from sagellm.core import ProviderSpec
     from sagellm.engines.cli.chat.conversation import Conversation
     from sagellm.engines.cli.chat.session import ChatSession
     from sagellm.engines.cli.chat.terminal import Terminal
+    from sagellm.engines.parsers.choice import ChosenParsers
 
     engine.chat_template.check()
     terminal = Terminal()
     terminal.whisper(f"{engine_config.model.name}: /help lists commands, Ctrl-D leaves")
     conversation = Conversation(engine.chat_template, system and as_text(system))
-    ChatSession(engine, params_of(engine, sampling), conversation, terminal).run()
+    parsers = ChosenParsers.choose(
+        engine.light_tokenizer, ProviderSpec("null"), engine_config.server.reasoning_parser
+    )
+    params = params_of(engine, sampling)
+    ChatSession(engine, params, conversation, terminal, parsers.reasoning_parser).run()

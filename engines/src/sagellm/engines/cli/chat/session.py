@@ -11,13 +11,17 @@ from sagellm.engines.cli.chat.answer import stream_answer
 from sagellm.engines.cli.chat.commands import is_command, run_command
 from sagellm.engines.cli.chat.conversation import Conversation
 from sagellm.engines.cli.chat.terminal import Terminal
+from sagellm.engines.cli.chat.thinking_aloud import ThinkingAloud
 from sagellm.engines.held_interrupts import HeldInterrupts
 from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
+    from sagellm.core import ReasoningParserProtocol
     from sagellm.engines import LLMEngine
 
+_END_TOKENS = 32
+"""Of a prompt, in which its template may have begun or ended the model's reasoning."""
 _ROOM_SHARE = 4  # an answer is left this part (1 ÷ 4) of the context, or its max_tokens if fewer
 
 
@@ -29,6 +33,7 @@ class ChatSession:
     params: SamplingParams
     conversation: Conversation
     terminal: Terminal
+    reasoning_parser: ReasoningParserProtocol | None = None
 
     def run(self) -> None:
         """Converse until the end of the input. Raises a question's error only in a pipe."""
@@ -83,7 +88,16 @@ class ChatSession:
         token_ids = self._fitting_prompt(question)
         left = max(1, self.max_context - len(token_ids))
         params = replace(self.params, max_tokens=min(self.params.max_tokens or left, left))
-        return stream_answer(self.engine, token_ids, params, write=self.terminal.write, is_stopped=is_stopped)
+        if self.reasoning_parser is None:
+            return stream_answer(
+                self.engine, token_ids, params, write=self.terminal.write, is_stopped=is_stopped
+            )
+        tokenizer = self.engine.light_tokenizer
+        prompt_end = "" if tokenizer is None else tokenizer.decode(token_ids[-_END_TOKENS:])
+        shown = ThinkingAloud(self.reasoning_parser.start(prompt_end), self.terminal)
+        output = stream_answer(self.engine, token_ids, params, write=shown.write, is_stopped=is_stopped)
+        shown.end()
+        return output
 
     def _fitting_prompt(self, question: str) -> list[int]:
         """Return the prompt, without the oldest turns if they leave no room, and report that first."""

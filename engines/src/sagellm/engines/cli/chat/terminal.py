@@ -64,6 +64,11 @@ class Terminal:
         """
         typer.echo(self._wrap.feed(text.translate(_HARMLESS)) if self._shows_output else text, nl=False)
 
+    def think(self, text: str) -> None:
+        """Write a piece of a model's reasoning, dimmed; only on a terminal, as it is not the answer."""
+        if self._shows_output:
+            typer.echo(typer.style(self._wrap.feed(text.translate(_HARMLESS)), dim=True), nl=False)
+
     def end_answer(self) -> None:
         """End an answer's line."""
         typer.echo(self._wrap.end() if self._shows_output else "")
