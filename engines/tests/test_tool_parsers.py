@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from sagellm.core import PluginRegistry
+from sagellm.core import InvalidRequestError, PluginRegistry
 from sagellm.core.protocols.parsers import Content, FunctionTool
+from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.parsers import parse_tool_calls
 from sagellm.engines.parsers.answers import Answer
 from sagellm.engines.parsers.hermes import HermesToolParser
@@ -269,3 +270,26 @@ def test_python_parses_by_name():
     assert [(call.name, call.arguments) for call in answer.tool_calls] == [("run", '{"a": 1}')]
     tools = [{"type": "function", "function": {"name": "other"}}]
     assert parse_tool_calls(hermes("run", {}), parser="hermes", tools=tools).tool_calls == []
+
+
+def test_the_embedded_model_calls_a_tool_in_python():
+    city = {"type": "object", "properties": {"city": {"type": "string", "description": "The city"}}}
+    described = {"name": "time_in", "description": "Get the local time in a city.", "parameters": city}
+    tools = [{"type": "function", "function": described}]
+    params = SamplingParams(temperature=0, max_tokens=64, skip_special_tokens=False)
+    messages = [{"role": "user", "content": "What time is it in Tokyo?"}]
+    with LLMEngine(num_blocks=128, device="cpu") as engine:
+        text = engine.chat(messages, params, tools=tools)[0].outputs[0].text
+        answer = parse_tool_calls(text, parser="hermes", tools=tools)
+        (call,) = answer.tool_calls
+        assert (answer.content, call.name, json.loads(call.arguments)) == ("", "time_in", {"city": "Tokyo"})
+        calls = [{"id": call.id, "function": {"name": call.name, "arguments": {"city": "Tokyo"}}}]
+        messages += [
+            {"role": "assistant", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": call.id, "content": '{"time": "09:40"}'},
+        ]
+        assert "09:40" in engine.chat(messages, params, tools=tools)[0].outputs[0].text
+        with pytest.raises(InvalidRequestError, match=r"tools: 'time_in' is the name of two functions"):
+            engine.chat(messages, params, tools=[*tools, *tools])
+        with pytest.raises(InvalidRequestError, match=r"a tool is .*; it must be"):
+            engine.chat(messages, params, tools=[{"name": "f"}])
