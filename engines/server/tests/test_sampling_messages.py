@@ -41,6 +41,8 @@ def over_the_wire(message, kind):
         {"allowed_token_ids": [5, 6], "min_tokens": 2, "stop_token_ids": [7]},
         {"bad_words": ["the", "lighthouse"], "bad_words_token_ids": [[1, 2]]},
         {"prompt_logprobs": 3, "n": 3, "seed": -1},
+        {"structured_outputs": {"json": {"type": "object"}}},
+        {"structured_outputs": {"choice": ["a", "b"]}},
     ],
 )
 def test_a_request_arrives_as_it_was(options):

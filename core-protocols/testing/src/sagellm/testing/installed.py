@@ -282,9 +282,9 @@ def installed_contract(
     """Return the contract of a kind as a test class that makes the installed provider of that name.
 
     It is made with `options`. `sample` is input that it needs to act on: for a trace reader the path of a
-    file of its format, for a parser that of an answer, for a logits processor the fields of a LogitsRequest as
-    JSON, for a grammar the kind, text and matching output. `on_call` receives the name of each method of the
-    provider that is called here, before any test.
+    file of its format, for a parser that of an answer, for a logits processor the fields of a LogitsRequest
+    as JSON, for a grammar the kind, text and matching output. `on_call` receives the name of each method of
+    the provider that is called here, before any test.
     Raises what `factory_contract` raises.
     """
     if kind not in _KINDS:

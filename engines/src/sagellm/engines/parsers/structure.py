@@ -12,13 +12,22 @@ def with_tokens(structure: Mapping[str, Any], token_ids: Mapping[str, int]) -> d
 
 
 def after(
-    structure: Mapping[str, Any], tags: tuple[str, str], token_ids: Mapping[str, int]
+    structure: Mapping[str, Any],
+    tags: tuple[str, str],
+    token_ids: Mapping[str, int],
+    *,
+    is_optional: bool,
 ) -> dict[str, Any]:
-    """Return a structural tag that comes after reasoning between two tags; the first may be empty."""
+    """Return a structural tag that comes after reasoning, which stands between two tags.
+
+    The first tag is empty if the reasoning has begun. With `is_optional`, an answer may do without.
+    """
     thinking = {"type": "tag", "begin": tags[0], "content": {"type": "any_text"}, "end": tags[1]}
     space = {"type": "regex", "pattern": r"\n{0,2}"}
-    elements = [_bound(thinking, token_ids), space, structure["format"]]
-    return {**structure, "format": {"type": "sequence", "elements": elements}}
+    form = {"type": "sequence", "elements": [_bound(thinking, token_ids), space, structure["format"]]}
+    if is_optional and tags[0]:
+        form = {"type": "or", "elements": [form, structure["format"]]}
+    return {**structure, "format": form}
 
 
 def _bound(form: Any, token_ids: Mapping[str, int]) -> dict[str, Any]:

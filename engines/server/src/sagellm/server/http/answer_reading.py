@@ -46,35 +46,33 @@ class AnswerReading:
     def params(self, params: SamplingParams, *, has_grammar: bool) -> SamplingParams:
         """Return the sampling that the answers need: with tags that are special tokens, and constrained.
 
-        Raises APIError if a call is demanded that cannot be constrained.
+        Calls that are demanded are always constrained, others if the engine `has_grammar`. Raises APIError if
+        a format cannot be constrained.
         """
         if self.parsers.token_ids:
             params = replace(params, skip_special_tokens=False)
         offer, parser = self.offer, self.parsers.tool_parser
-        if offer is None or parser is None:
-            return params
-        if not has_grammar:
-            if offer.is_required:
-                raise unsupported(
-                    "tool_choice", "this server constrains no output, so no call can be demanded"
-                )
+        if offer is None or parser is None or not (offer.is_required or offer.is_strict or has_grammar):
             return params
         if params.structured_outputs is not None:
-            if not offer.is_required:
-                return params
-            raise invalid("tool_choice", "tool_choice: with a response_format, no call can be demanded")
+            if offer.is_required:
+                raise invalid(
+                    "tool_choice", "tool_choice: a call cannot match response_format; leave one out"
+                )
+            return params
         structure = parser.structure(
             offer.callable, is_required=offer.is_required, is_parallel=offer.is_parallel
         )
         if structure is None:
-            if not offer.is_required and not offer.is_strict:
+            if not (offer.is_required or offer.is_strict):
                 return params
-            raise invalid("tool_choice", "tool_choice: the model's format of calls cannot be constrained")
+            name = "tool_choice" if offer.is_required else "tools"
+            raise unsupported(name, "the model's tool parser cannot constrain calls", remedy="let it decide")
         structure = with_tokens(structure, self.parsers.token_ids)
         reasoning = self.parsers.reasoning_parser
         tags = None if reasoning is None else reasoning.tags(self.prompt_end)
         if tags is not None:
-            structure = after(structure, tags, self.parsers.token_ids)
+            structure = after(structure, tags, self.parsers.token_ids, is_optional=not offer.is_required)
         return replace(params, structured_outputs=StructuredOutputs(structural_tag=structure))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from math import ceil
 from typing import Any
 
@@ -68,6 +69,7 @@ def create_app(
         metrics=ServerMetrics(names[0], admission.tenants),
         encoder=PromptEncoder(front.tokenizer, front.max_model_len, text_runner=text_runner),
         public_namespaces=settings.public_namespaces,
+        has_grammar=_has_grammar(front.config.grammar.name.name),
         parsers=ChosenParsers.choose(front.tokenizer, settings.tool_parser, settings.reasoning_parser),
         deadline_ms=settings.deadline_ms,
         is_lenient=settings.lenient,
@@ -124,6 +126,11 @@ def _endpoints(service: Service, start_page: StartPage) -> list[Route]:
         Route("/tokenize", Tokenizing(service, TokenizeBody, tokenize), methods=["POST"]),
         Route("/detokenize", Tokenizing(service, DetokenizeBody, detokenize), methods=["POST"]),
     ]
+
+
+def _has_grammar(name: str) -> bool:
+    """Say whether outputs can be constrained: what is built in needs the extra `grammar`."""
+    return name != "null" and (name != "xgrammar" or find_spec("xgrammar") is not None)
 
 
 def _probes(service: Service) -> list[Route]:
