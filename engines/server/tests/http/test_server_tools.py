@@ -261,3 +261,58 @@ def test_a_template_without_tools_says_so(serve):
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "tools"
     assert "has no place for tools" in answer.json()["error"]["message"]
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+class TestForced:
+    """Calls that are demanded, which a grammar sees to."""
+
+    @pytest.fixture(autouse=True)
+    def _needs_a_grammar(self):
+        pytest.importorskip("xgrammar")
+
+    @pytest.mark.parametrize(("choice", "names"), [("required", None), (named("time_in"), {"time_in"})])
+    @pytest.mark.parametrize("question", ["Hello!", "What is a KV cache?", CALLS[1][0]])
+    def test_the_answer_is_a_call_by_the_schema(self, ask, choice, names, question):
+        (choice,) = ask(question, tools=TOOLS, tool_choice=choice)["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] is None
+        schemas = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}
+        for call in choice["message"]["tool_calls"]:
+            assert call["function"]["name"] in (names or schemas)
+            (argument,) = json.loads(call["function"]["arguments"]).items()
+            (name,) = schemas[call["function"]["name"]]["properties"]
+            assert (argument[0], type(argument[1])) == (name, int if name == "minutes" else str)
+
+    def test_at_most_one_call_where_several_are_not_wanted(self, ask):
+        question = "What time is it in Tokyo? And what time is it in Rome?"
+        fields = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+        assert len(ask(question, **fields)["choices"][0]["message"]["tool_calls"]) == 1
+
+    def test_sampled_calls_match_as_well(self, ask):
+        body = {"tools": TOOLS, "tool_choice": named("start_timer"), "n": 8, "temperature": 2, "seed": 3}
+        for choice in ask("Tell me a story.", **body)["choices"]:
+            if choice["finish_reason"] == "tool_calls":
+                (call,) = choice["message"]["tool_calls"]
+                assert type(json.loads(call["function"]["arguments"])["minutes"]) is int
+
+    def test_a_response_format_excludes_a_call(self, ask):
+        fields = {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
+        assert ask("Hi", status=400, **fields)["param"] == "tool_choice"
+
+
+def test_without_a_grammar_no_call_can_be_demanded():
+    front = AsyncLLMEngine(LLMEngine(num_blocks=64, device="cpu", grammar_backend="null"))
+    server = RunningServer(front)
+    try:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "tool_choice": "required"}
+        answer = server.http.post(PATH, json=body)
+        assert answer.status_code == 400
+        assert "grammar" in answer.json()["error"]["message"]
+        assert server.http.post(PATH, json={**body, "tool_choice": "auto"}).status_code == 200
+    finally:
+        server.stop()
+        asyncio.run(front.close())

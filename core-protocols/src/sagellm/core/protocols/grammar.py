@@ -27,7 +27,7 @@ list of texts, an EBNF grammar whose start is `root`, or tags and what stands be
 class Vocabulary:
     """A model's tokens by id. It holds no tensors, so that it can be sent to another process."""
 
-    tokens: Sequence[bytes]  # (vocab_size,) the text of each; empty for special tokens and unused ids
+    tokens: Sequence[bytes]  # (vocab_size,) each one's text, not UTF-8 if special; empty: unused or a stop
     stop_token_ids: frozenset[int]  # those that end a text; below vocab_size
 
     @property

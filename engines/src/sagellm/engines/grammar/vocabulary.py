@@ -14,18 +14,23 @@ if TYPE_CHECKING:
     from sagellm.engines.text.tokenizer import Tokenizer
 
 
+_NO_TEXT = b"\xff"
+"""Not UTF-8, so that no text that must match something has it."""
+
+
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Iterable[int]) -> Vocabulary:
     """Return the tokens of a model with `vocab_size` rows of logits: what each adds within a text.
 
-    A token that stands for a part of a character has its bytes. Takes 0.3 s for 150,000 byte-level tokens, a
-    few times as long for others.
+    A token that stands for a part of a character has its bytes, and a special token some that no text has.
+    Takes 0.3 s for 150,000 byte-level tokens, a few times as long for others.
     """
     decoder = decoder_of(tokenizer, skip_special_tokens=True)
     before = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     start = decoder.decode(before)
     tokens = [b""] * vocab_size
     for token_id in range(min(len(tokenizer), vocab_size)):
-        if decoder.is_silent(token_id):
+        if decoder.is_silent(token_id):  # only structural tags name it, by its id
+            tokens[token_id] = _NO_TEXT + decoder.spelling(token_id).encode()
             continue
         raw = decoder.raw(token_id)
         if raw is None:  # some tokens are another text where they stand first
