@@ -21,9 +21,9 @@ class Reasoning(NamedTuple):
 
 
 class ToolCallStart(NamedTuple):
-    """A call begins. `index` counts the calls of an answer from 0, `id` is unlike that of any other call."""
+    """A call begins. `call_index` counts those of an answer from 0; no other call has its `id`."""
 
-    index: int
+    call_index: int
     id: str
     name: str
 
@@ -31,7 +31,7 @@ class ToolCallStart(NamedTuple):
 class ToolCallArguments(NamedTuple):
     """The next part of the JSON object that a call has as arguments."""
 
-    index: int
+    call_index: int
     text: str
 
 

@@ -45,7 +45,7 @@ def joined(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
     for part in parts:
         last = found[-1] if found else None
         if isinstance(part, ToolCallStart):
-            found.append(part._replace(id=str(part.index)))
+            found.append(part._replace(id=str(part.call_index)))
         elif last is not None and type(last) is type(part) and part[:-1] == last[:-1]:
             found[-1] = last._replace(text=last[-1] + part.text)
         else:
@@ -140,14 +140,14 @@ class ToolParserContract(_AnswersContract):
         parts = [*read(self.begin(), self.sample), *read(self.begin(), self.sample)]
         starts = [part for part in parts if isinstance(part, ToolCallStart)]
         assert len({part.id for part in starts}) == len(starts) > 0
-        assert [part.index for part in starts] == 2 * list(range(len(starts) // 2))
+        assert [part.call_index for part in starts] == 2 * list(range(len(starts) // 2))
         arguments: list[str] = []
         for part in parts:
             if isinstance(part, ToolCallStart):
                 assert part.name
                 arguments.append("")
             elif isinstance(part, ToolCallArguments):
-                assert part.index == starts[len(arguments) - 1].index
+                assert part.call_index == starts[len(arguments) - 1].call_index
                 arguments[-1] += part.text
         assert all(isinstance(json.loads(each), dict) for each in arguments)
 

@@ -47,7 +47,7 @@ class Answer:
             elif isinstance(part, ToolCallStart):
                 answer.tool_calls.append(ToolCall(part.id, part.name))
             elif isinstance(part, ToolCallArguments):
-                answer.tool_calls[part.index].arguments += part.text
+                answer.tool_calls[part.call_index].arguments += part.text
         return answer
 
 

@@ -67,7 +67,7 @@ class BufferedParser(AnswerParser, ABC):
         elif not part.text:
             return
         elif isinstance(part, ToolCallArguments):
-            if isinstance(last, ToolCallArguments) and last.index == part.index:
+            if isinstance(last, ToolCallArguments) and last.call_index == part.call_index:
                 self._parts[-1] = last._replace(text=last.text + part.text)
             else:
                 self._parts.append(part)
@@ -251,7 +251,7 @@ class JSONCallParser(CallingParser, ABC):
             call: Any = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        arguments = next((call[key] for key in self.arguments_keys if key in call), {})
+        arguments: Any = next((call[key] for key in self.arguments_keys if key in call), {})
         if not self.knows(call.get("name")) or not isinstance(arguments, dict):
             return None
         return call["name"], json.dumps(arguments, ensure_ascii=False)

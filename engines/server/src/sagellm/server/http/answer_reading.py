@@ -98,7 +98,7 @@ class AnswerReader:
     def _is_shown(self, part: AnswerPart) -> bool:
         offer = self._reading.offer
         if isinstance(part, ToolCallStart | ToolCallArguments):
-            is_first = part.index == 0 or offer is None or offer.is_parallel
+            is_first = part.call_index == 0 or offer is None or offer.is_parallel
             self.num_calls += is_first and isinstance(part, ToolCallStart)
             return is_first
         return not isinstance(part, Reasoning) or self._reading.shows_reasoning

@@ -187,13 +187,13 @@ class Chats(Generation[ChatBody]):
 
     async def _job(self, body: ChatBody, *, request_id: str) -> Job:
         job = await super()._job(body, request_id=request_id)
-        reading = await self._reading(body, job.prompts[0])
+        reading = await self._reading(body, job)
         if reading is None:
             return job
         params = reading.params(job.params, has_grammar=self.service.has_grammar)
         return replace(job, params=params, reading=reading)
 
-    async def _reading(self, body: ChatBody, prompt: EncodedPrompt) -> AnswerReading | None:
+    async def _reading(self, body: ChatBody, job: Job) -> AnswerReading | None:
         """Return how answers are read, None if all is content. Raises APIError for tools without a parser."""
         parsers, offer = self.service.parsers, offer_of(body)
         if offer is not None and parsers.tool_parser is None:
@@ -204,9 +204,9 @@ class Chats(Generation[ChatBody]):
         return AnswerReading(
             parsers,
             offer,
-            prompt_end=await self.service.encoder.end_of(prompt) if reasoning is not None else "",
+            prompt_end=await self.service.encoder.end_of(job.prompts[0]) if reasoning is not None else "",
             shows_reasoning=body.include_reasoning is not False,
-            removed=parsers.other_special if body.skip_special_tokens is not False else None,
+            removed=parsers.other_special if job.params.skip_special_tokens else None,
         )
 
 

@@ -101,9 +101,9 @@ def _delta(part: AnswerPart) -> dict[str, Any]:
         return {"reasoning_content": part.text}
     if isinstance(part, ToolCallStart):
         function = {"name": part.name, "arguments": ""}
-        call = {"index": part.index, "id": part.id, "type": "function", "function": function}
+        call = {"index": part.call_index, "id": part.id, "type": "function", "function": function}
     else:
-        call = {"index": part.index, "function": {"arguments": part.text}}
+        call = {"index": part.call_index, "function": {"arguments": part.text}}
     return {"tool_calls": [call]}
 
 
