@@ -98,6 +98,22 @@ def test_required_arguments_match_the_schema(matches, kind):
     assert not matches(structure, answer(kind, call(kind, more=3)))
 
 
+def test_a_function_without_parameters_gets_none(matches):
+    structure = HermesToolParser().structure(
+        [FunctionTool(name="weather")], is_required=True, is_parallel=True
+    )
+    assert matches(structure, '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>')
+    assert not matches(structure, call("hermes"))
+
+
+def test_arguments_are_an_object_even_if_the_schema_does_not_say_so(matches):
+    tool = FunctionTool(name="weather", parameters={"properties": {"city": {"type": "string"}}})
+    structure = HermesToolParser().structure([tool], is_required=True, is_parallel=True)
+    assert matches(structure, call("hermes"))
+    for wrong in ("3", "[]", '"a"', "null", '{"city": ' + " " * 9 + '"a"}'):
+        assert not matches(structure, call("hermes").replace('{"city": "Paris"}', wrong))
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_free_answers_are_any_text_with_complete_calls(matches, kind):
     structure = FORMATS[kind][0].structure(TOOLS, is_required=False, is_parallel=True)

@@ -22,6 +22,8 @@ _OUTSIDE = re.compile(r'["{}\[\]<]')  # no JSON has `<` outside strings
 _INSIDE = re.compile(r'["\\]')
 _MAX_UNDECIDED = 32_768
 """Characters of an object whose name comes late, above which it is content."""
+_MAX_SPACE = 8
+"""Characters of whitespace between two parts of constrained arguments: a weak model might never stop."""
 _STEPS = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
@@ -294,20 +296,19 @@ def call_tags(
         {
             "type": "tag",
             "begin": begin.replace("{name}", tool.name),
-            "content": {
-                "type": "json_schema",
-                "json_schema": dict(tool.parameters)
-                if tool.parameters and (by_schema or tool.is_strict)
-                else _ANY_OBJECT,
-                "style": style,
-            },
+            "content": _arguments(tool, style, by_schema=by_schema or tool.is_strict),
             "end": end,
         }
         for tool in tools
     ]
 
 
-_ANY_OBJECT = {"type": "object"}
+def _arguments(tool: FunctionTool, style: str, *, by_schema: bool) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    if by_schema:  # as in OpenAI's API, a function without a schema has no parameters
+        schema |= tool.parameters or {"properties": {}, "additionalProperties": False}
+    form: dict[str, Any] = {"type": "json_schema", "json_schema": schema, "style": style}
+    return form | {"max_whitespace_cnt": _MAX_SPACE} if style == "json" else form
 
 
 def calls_or_text(
