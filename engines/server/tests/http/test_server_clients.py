@@ -151,7 +151,7 @@ def test_errors_are_the_clients_own(client, server):
     assert (caught.value.param, caught.value.code) == ("temperature", "invalid_value")
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="small", messages=MESSAGES, tools=[{"type": "function"}])
-    assert caught.value.param == "tools"
+    assert caught.value.param == "tools[0]"
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="other", prompt="a")
     assert caught.value.code == "model_not_found"
