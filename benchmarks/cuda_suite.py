@@ -1,11 +1,10 @@
 """All that concerns GPUs: `hatch run cuda`, which keeps benchmarks/results/cuda-suite.json.
 
-1. installs triton, unless torch brought it
-2. runs the kernels' tests in Triton's interpreter, on a CPU
-3. compiles every kernel for sm_90
-4. with a GPU: runs the same tests and those marked `cuda` on it, then `cuda_offline.py`
+1. runs the kernels' tests in Triton's interpreter, on a CPU
+2. compiles every kernel for sm_90
+3. with a GPU: runs the same tests and those marked `cuda` on it, then `cuda_offline.py`
 
-Without a GPU it says that the fourth part was not run.
+Without a GPU it says that the third part was not run.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import os
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,6 @@ import torch
 from common import RESULTS, save
 
 ROOT = Path(__file__).parent.parent
-TRITON = "triton==3.7.1"
-"""For environments without one: the oldest whose interpreter works with numpy 2.4."""
 
 TESTS = ["accel/tests/cuda", *(f"integration-tests/test_cuda_{name}.py" for name in ("backend", "sampling"))]
 ANY_MARK = ["-m", "full or not full"]
@@ -66,8 +62,6 @@ def main() -> int:
     parser.add_argument("--no-benchmarks", action="store_true", help="only the tests")
     parser.add_argument("--save", type=Path, default=RESULTS / "cuda-suite.json", help="default: %(default)s")
     options = parser.parse_args()
-    if find_spec("triton") is None:
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", TRITON], check=True)
     parts: dict[str, Any] = {
         "interpreter": tests(*ANY_MARK, *TESTS, is_interpreted=True),
         "compiled_for_sm90": compiled(),

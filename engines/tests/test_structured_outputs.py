@@ -10,6 +10,7 @@ from sagellm.core import EngineError, InvalidRequestError, PluginRegistry, Provi
 from sagellm.engines import SamplingParams
 from sagellm.engines.engine_core.preparing import MAX_CACHED
 from sagellm.engines.testing.choice_grammar import ChoiceGrammar
+from sagellm.engines.testing.drafts import DRAFTING, propose_with
 
 PROMPT = list(range(20, 50))
 CHOICES = ["yes, of course it is", "no", "nobody knows", "not yet"]
@@ -129,14 +130,34 @@ def test_log_probabilities_are_reported(engine):
     assert len(output.logprobs) == len(output.token_ids)
 
 
-def test_drafts_are_walked_and_undone(with_grammar):
-    plain = with_grammar()
-    expected = [output.token_ids for output in ask(plain, n=4, temperature=2.0)]
-    drafted = with_grammar()
-    longest = max(expected, key=len)
-    for draft in (longest[1:4], [*longest[1:2], 7, 7], [7, 7, 7]):
-        drafted.client.core.scheduler._propose = lambda tokens, draft=draft: [draft for _ in tokens]
-        assert [output.token_ids for output in ask(drafted, n=4, temperature=2.0)] == expected
+@pytest.mark.parametrize("executor", ["inline", "overlapped"])
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+@pytest.mark.parametrize("wrong_at", [None, 0, 2], ids=["right", "wrong", "right, then wrong"])
+def test_drafts_are_walked_and_undone(with_grammar, executor, temperature, wrong_at):
+    expected = [output.token_ids for output in ask(with_grammar(), n=4, temperature=temperature)]
+
+    def propose(texts):
+        """Follow the first output that begins like the text."""
+        drafts = []
+        for text in texts:
+            answer = list(text[len(PROMPT) :])
+            follows = [each for each in expected if list(each[: len(answer)]) == answer]
+            draft = list(follows[0][len(answer) :][:5]) if follows else [7, 7]
+            if wrong_at is not None:
+                draft[wrong_at : wrong_at + 1] = [7]
+            drafts.append(draft)
+        return drafts
+
+    drafted = with_grammar(executor=executor, **DRAFTING)
+    propose_with(drafted, propose)
+    assert [output.token_ids for output in ask(drafted, n=4, temperature=temperature)] == expected
+    found = drafted.metrics().modules["speculation"]
+    assert found.failure == ""
+    assert found.num_draft_tokens > 4
+    if wrong_at is None:
+        assert found.num_accepted_tokens > 0
+    elif wrong_at or executor == "inline":  # else the first of a draft may be the token in flight
+        assert found.num_accepted_tokens < found.num_draft_tokens
 
 
 def test_a_preempted_sequence_goes_on_where_it_was(with_grammar):
@@ -152,18 +173,18 @@ def test_a_preempted_sequence_goes_on_where_it_was(with_grammar):
 
 def test_a_row_that_fails_does_not_move_the_grammars_of_others(with_grammar):
     engine = with_grammar()
-    worker = engine.client.core.parts.worker
-    sample, num_calls = worker.sampler.sample, 0
+    executed = engine.client.core.runner
+    execute, num_calls = executed.execute_model, 0
 
-    def fail_at_times(logits, rows):
+    def fail_at_times(batch):
         nonlocal num_calls
         num_calls += 1
-        if len(rows) > 1 and num_calls % 3 == 0:
+        if len(batch.query_lens) > 1 and num_calls % 3 == 0:
             raise EngineError("this batch is unlucky")
-        return sample(logits, rows)
+        return execute(batch)
 
     expected = [output.token_ids for output in ask(engine, n=4, temperature=2.0)]
-    worker.sampler.sample = fail_at_times
+    executed.execute_model = fail_at_times
     assert [output.token_ids for output in ask(engine, n=4, temperature=2.0)] == expected
     assert num_calls > 3
 

@@ -15,7 +15,6 @@ from sagellm.core.protocols.step import CopyBlocks, HostBuffers, KVOp, ReadBlock
 from sagellm.engines.sampling.draws import DeviceDraw, HostDraw
 from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.worker.host_tokens import HostTokens, LaunchedStep, StepTokens
-from sagellm.engines.worker.late_tokens import LateTokens
 from sagellm.engines.worker.model_runner import ModelRunner
 from sagellm.engines.worker.row_draws import KernelDraw, SamplerDraw
 from sagellm.engines.worker.seat_draws import SeatDraws
@@ -138,6 +137,8 @@ def _tokens_of(draw: HostDraw | DeviceDraw | None, sampler: Sampler, state: Seat
         return HostTokens(SamplerDraw(sampler, draws), state)
     if isinstance(draw, HostDraw):
         return HostTokens(KernelDraw(draw, sampler, draws), state)
+    from sagellm.engines.worker.late_tokens import LateTokens  # for devices alone
+
     return LateTokens(draw, sampler, draws, state)
 
 
