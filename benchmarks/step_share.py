@@ -3,7 +3,9 @@
 32 sequences decode together, greedily and with usual sampling settings; a step is timed from the engine's
 `step` to its outputs, and the forward pass inside it. Makes MODEL, of random weights in the Qwen3-0.6B shape,
 if it is not there. Its logits are nearly uniform, so that top-p alone keeps most of the vocabulary: the most
-that a draw has to read.
+that a draw has to read. With `--speculation`, prompts and answers repeat one phrase (the next token's
+logit is raised), so that every row has drafts, which are accepted: `num_tokens` of a step says how many it
+computed.
 
 At last the worker alone computes steps of 8 rows that ask for more than a token: two with masks, one with 4
 drafts, or both, each beside a plain step of the same rows. The ratio includes the longer forward pass of the
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from common import foreign_cores, output_flags, publish, spread
 from make_model import ensure
 
@@ -35,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 WARM_STEPS = 4
 NUM_CONTEXT = 256
+NUM_PHRASE = 16
 NUM_ROWS = 8
 NUM_DRAFTS = 4
 WITH_DRAFTS = 5  # row, and
@@ -47,7 +51,8 @@ class TimedForward:
     def __init__(self, engine: LLMEngine) -> None:
         backend: Any = engine.client.core.runner.backend  # type: ignore[attr-defined]
         self._forward = backend.forward
-        self.spent_s = 0.0
+        self.spent_s, self.num_tokens = 0.0, 0
+        self.next_token: torch.Tensor | None = None  # (vocab,)
         backend.forward = self
 
     def __call__(self, batch: Any) -> Any:
@@ -55,6 +60,10 @@ class TimedForward:
         begun_s = time.perf_counter()
         logits = self._forward(batch)
         self.spent_s += time.perf_counter() - begun_s
+        self.num_tokens = len(batch.input_ids)
+        if self.next_token is not None:
+            drawn = self.next_token[batch.input_ids[batch.logits_indices].long()]
+            logits[torch.arange(len(drawn)), drawn] = 1e4
         return logits
 
 
@@ -64,10 +73,16 @@ def measure(
     """Return milliseconds of a step in which all sequences decode."""
     params = SamplingParams(max_tokens=options.steps, ignore_eos=True, seed=1, **SETTINGS[name])
     rng = np.random.default_rng(0)
+    phrase = (5 + rng.permutation(1500)[:NUM_PHRASE]).tolist()
+    if options.speculation:
+        forward.next_token = torch.zeros(engine.vocab_size, dtype=torch.long)
+        forward.next_token[phrase] = torch.tensor(phrase[1:] + phrase[:1])
     for number in range(options.running):
         prompt = rng.integers(5, 1500, NUM_CONTEXT).tolist()
+        if options.speculation:
+            prompt = phrase * (NUM_CONTEXT // NUM_PHRASE)
         engine.add_request(prompt, params, request_id=f"{name}-{number}")
-    steps, forwards = [], []
+    steps, forwards, sizes = [], [], []
     gc.collect()
     while engine.has_unfinished_requests():
         forward.spent_s = 0.0
@@ -77,6 +92,7 @@ def measure(
         if len(outputs) == options.running:
             steps.append(took_s * 1000)
             forwards.append(forward.spent_s * 1000)
+            sizes.append(float(forward.num_tokens))
     steps, forwards = steps[WARM_STEPS:], forwards[WARM_STEPS:]
     rest = [step - each for step, each in zip(steps, forwards, strict=True)]
     shares = [each / step for step, each in zip(steps, rest, strict=True)]
@@ -85,6 +101,7 @@ def measure(
         "forward_ms": spread(forwards),
         "rest_ms": spread(rest),
         "rest_share": spread(shares),
+        "num_tokens": spread(sizes[WARM_STEPS:]),
     }
 
 
@@ -194,6 +211,7 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--running", type=int, default=32, help="sequences; default: %(default)s")
+    parser.add_argument("--speculation", default="", help="draft with this, such as 'ngram{max_tokens=4}'")
     parser.add_argument("--steps", type=int, default=60, help="tokens of each; default: %(default)s")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     output_flags(parser, "step_share")
@@ -204,14 +222,19 @@ def main() -> None:
         dtype="bfloat16",
         quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
-        num_blocks=options.running * 32 + 64,
+        num_blocks=options.running * 64 + 64,
+        step_target_ms=60_000,
         max_model_len=1024,
         enable_prefix_caching=False,
+        **(
+            {"speculation": options.speculation, "adaptive_speculation": False} if options.speculation else {}
+        ),
     )
     forward = TimedForward(engine)
     rows = {name: measure(engine, forward, name, options) for name in options.settings}
-    mixed = measure_mixed(engine, forward, options.steps)
-    rows |= {f"{NUM_ROWS} rows, {name}": figures for name, figures in mixed.items()}
+    if not options.speculation:
+        mixed = measure_mixed(engine, forward, options.steps)
+        rows |= {f"{NUM_ROWS} rows, {name}": figures for name, figures in mixed.items()}
     engine.close()
     publish(
         "step_share",
@@ -220,6 +243,7 @@ def main() -> None:
         busy_cores=busy,
         quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
+        speculation=options.speculation,
         rows=rows,
     )
 
