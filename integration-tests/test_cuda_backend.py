@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sagellm.core import InputBatch, KVGroup, KVLayout, PluginRegistry, UnsupportedModelError
+from sagellm.core.protocols.attention import HiddenStates
 from sagellm.engines import EngineConfig, LLMEngine, SamplingParams
 from sagellm.engines.attention.sdpa import SDPABackend
 from sagellm.engines.forward.torch_backend import TorchForwardBackend
@@ -116,6 +118,21 @@ def test_logits_of_prefills_decodes_and_drafts_are_those_of_torch(checkpoint):
     assert found.model_metrics() == expected.model_metrics()
 
 
+def test_hidden_states_of_any_layers_and_tokens_are_those_of_torch(qwen3):
+    expected, found = backends(qwen3)
+    num_layers, size = found._spec.geometry.num_layers, SMALL["hidden_size"]
+    layers = tuple(range(num_layers + 1))
+    for each in STEPS[:2]:
+        rows = torch.tensor([len(each.input_ids) - 1, 0, 1], device=DEVICE)
+        values = torch.full((2, len(layers), len(rows), size), torch.nan, device=DEVICE)
+        theirs, ours = (
+            backend.forward(replace(each, hidden=HiddenStates(layers=layers, indices=rows, values=out)))
+            for backend, out in zip((expected, found), values, strict=True)
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(values[1], values[0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("cuda"), **SMALL | MODELS["qwen3"])
@@ -201,6 +218,8 @@ def test_a_decode_padded_for_a_graph_has_the_same_logits(qwen3):
     model, kv, spec = found._model, found._kv, found._spec
     buffers = DecodeBuffers(8, NUM_BLOCKS, spec.attention[0], DEVICE)
     assert [buffers.fits(each) for each in STEPS] == [False, True, False, True]
+    hidden = HiddenStates(layers=(0,), indices=STEPS[1].logits_indices, values=torch.empty(1, 3, 32))
+    assert not buffers.fits(replace(STEPS[1], hidden=hidden)), "a graph gives logits alone"
     for each in STEPS:
         expected = found.forward(each)
         if not buffers.fits(each):

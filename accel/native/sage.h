@@ -61,6 +61,11 @@ typedef struct {
   const int64_t *query_lens, *seq_lens;          // (sequences)
   const int64_t* wanted;                         // (wanted) tokens whose logits are wanted
   float* logits;                                 // (wanted, vocab)
+  // Hidden states that are wanted besides, after some layers; none if num_hidden_layers is 0.
+  int64_t num_hidden_layers, num_hidden_rows;
+  const int64_t* hidden_layers;                  // (hidden layers) rising, 0: the embeddings, num_layers: after the norm
+  const int64_t* hidden_rows;                    // (hidden rows) tokens
+  float* hidden;                                 // (hidden layers, hidden rows, hidden)
   int32_t num_threads;
 } SageStep;
 

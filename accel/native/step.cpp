@@ -141,11 +141,14 @@ class Walk {
 
   void run() {
     embed();
-    for (int64_t layer = 0; layer < table_.num_layers; layer++)
+    for (int64_t layer = 0; layer < table_.num_layers; layer++) {
+      write_hidden(layer);
       for (const Tile& tile : tiles_.tiles()) {
         beat();
         run_layer(layer, tile);
       }
+    }
+    write_hidden(table_.num_layers);
     run_head();
   }
 
@@ -185,6 +188,24 @@ class Walk {
       const uint16_t* row = static_cast<const uint16_t*>(table_.embedding) + id * hidden;
       for (int64_t i = 0; i < hidden; i++) out[i] = from_bf16(row[i]);
     }
+  }
+
+  // Writes the hidden states that are wanted of the layer before this one; before the head, those that it is given.
+  void write_hidden(int64_t layer) {
+    const int64_t* end = step_.hidden_layers + step_.num_hidden_layers;
+    const int64_t* found = std::find(step_.hidden_layers, end, layer);
+    if (found == end) return;
+    const int64_t hidden = table_.hidden;
+    float* out = step_.hidden + (found - step_.hidden_layers) * step_.num_hidden_rows * hidden;
+    team_.share(step_.num_hidden_rows, 1, [&](int64_t begin, int64_t end_row) {
+      for (int64_t row = begin; row < end_row; row++) {
+        const float* x = at_.residual + step_.hidden_rows[row] * row_stride(hidden);
+        if (layer == table_.num_layers)
+          rms_norm(x, table_.norm.weight, table_.norm.eps, hidden, out + row * hidden);
+        else
+          std::memcpy(out + row * hidden, x, hidden * sizeof(float));
+      }
+    });
   }
 
   void run_layer(int64_t index, const Tile& tile) {

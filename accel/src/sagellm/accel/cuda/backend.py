@@ -213,4 +213,5 @@ class CudaForwardBackend(ForwardBackendProtocol):
             slots=batch.slot_mapping,
             wanted=batch.logits_indices,
             attention=attention,
+            hidden=batch.hidden,
         )

@@ -23,6 +23,7 @@ from sagellm.accel.lowering import lower
 from sagellm.accel.rope_scaling import rope_frequencies
 from sagellm.accel.weights import WeightReader
 from sagellm.core import AttentionSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec, WeightSource
+from sagellm.core.protocols.attention import HiddenStates
 from sagellm.core.protocols.model_spec import LayerLinears
 
 
@@ -35,6 +36,7 @@ class StepTensors:
     slots: torch.Tensor  # (rows,) block * block_size + offset; below 0: padding, whose KV is not stored
     wanted: torch.Tensor  # (logits rows,) rows whose logits are wanted
     attention: StepAttention
+    hidden: HiddenStates | None = None  # to be written; `wanted` and a graph are for logits alone
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class CudaDecoder:
         residual = functional.embedding(step.input_ids, self._embedding)
         x: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
+            if step.hidden is not None:
+                step.hidden.take(index, residual, x)
             spec = layer.attention
             qkv = layer.qkv.apply(add_and_normalise(x, residual, layer.input_norm), self._linears)
             query = rotate_and_store(
@@ -107,6 +111,9 @@ class CudaDecoder:
             normalised = add_and_normalise(x, residual, layer.feed_forward_norm)
             gate_up = layer.gate_up.apply(normalised, self._linears)
             x = layer.down.apply(silu_and_mul(gate_up), self._linears)
+        if step.hidden is not None:
+            last = add_and_normalise(x, residual.clone(), self._norm)
+            step.hidden.take(len(self._layers), last)
         if x is not None:
             x = x.index_select(0, step.wanted)
         last = add_and_normalise(x, residual.index_select(0, step.wanted), self._norm)

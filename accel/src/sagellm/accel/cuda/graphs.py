@@ -61,10 +61,11 @@ class DecodeBuffers:
         self._num_programs = num_programs(device)
 
     def fits(self, batch: InputBatch) -> bool:
-        """Say whether a step consists of decodes alone and fits."""
+        """Say whether a step consists of decodes alone, wants logits alone, and fits."""
         num_items = sum(-(-length // SPLIT_TOKENS) for length in batch.seq_lens)
         return (
-            len(batch.input_ids) == batch.num_seqs <= self.num_rows
+            batch.hidden is None
+            and len(batch.input_ids) == batch.num_seqs <= self.num_rows
             and len(batch.logits_indices) <= batch.num_seqs
             and batch.block_tables.shape[1] <= self._tables.shape[1]
             and num_items <= self.num_items

@@ -28,9 +28,10 @@ FEATURES = frozenset(
         "kv_float32",
         "kv_int8",
         "kv_float8_e4m3fn",
+        "hidden_states",
     }
 )
-"""The entries of `ModelSpec.features`, and formats of KV, that the kernels support."""
+"""The entries of `ModelSpec.features`, formats of KV, and what else of a backend's features there is."""
 
 _LEAST_CAPABILITY = (8, 0)
 _LEAST_CAPABILITY_FOR_FP8 = (8, 9)

@@ -64,6 +64,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
                 "partial_rope",
             ),
             "batch_invariant",
+            "hidden_states",
             *("rope_dynamic", "rope_linear", "rope_llama3", "rope_yarn"),
             *(f"kv_{dtype}" for dtype in _KV_KINDS),
         }
@@ -189,6 +190,11 @@ class NativeForwardBackend(ForwardBackendProtocol):
             logits=logits.data_ptr(),
             num_threads=torch.get_num_threads(),
         )
+        if (hidden := batch.hidden) is not None:
+            layers = np.array(hidden.layers, np.int64)
+            step.num_hidden_layers, step.num_hidden_rows = hidden.values.shape[:2]
+            step.hidden_layers, step.hidden_rows = layers.ctypes.data, hidden.indices.data_ptr()
+            step.hidden = hidden.values.data_ptr()
         if self._functions.sage_step(self._model.handle, ctypes.byref(step)):
             raise OutOfMemoryError(
                 f"no memory for the activations of {step.num_tokens} tokens; lower "

@@ -70,6 +70,8 @@ class Step(ctypes.Structure):
         *((name, _INT64) for name in ("num_tokens", "num_seqs", "num_wanted", "table_stride")),
         *((name, _POINTER) for name in ("input_ids", "positions", "slots", "block_tables")),
         *((name, _POINTER) for name in ("query_lens", "seq_lens", "wanted", "logits")),
+        *((name, _INT64) for name in ("num_hidden_layers", "num_hidden_rows")),
+        *((name, _POINTER) for name in ("hidden_layers", "hidden_rows", "hidden")),
         ("num_threads", _INT32),
     ]
 

@@ -18,6 +18,29 @@ class KVTables(NamedTuple):
     block_tables: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class HiddenStates:
+    """Hidden states of some tokens of a step: the residual stream after some layers.
+
+    Layers are numbered as in transformers' `output_hidden_states`: 0 is the embeddings and `i` what layer `i`
+    of 1 … n - 1 returns. `n`, the number of layers, is what the head is given: after the last layer and the
+    final norm.
+    """
+
+    layers: tuple[int, ...]  # rising
+    indices: torch.Tensor  # (rows,) int64: tokens of the step
+    values: torch.Tensor  # (layers, rows, hidden_size) float32, contiguous; the forward backend writes it
+
+    def take(self, layer: int, states: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        """Write the states (tokens, hidden_size) of a layer, plus those of `residual`, if they are wanted."""
+        if layer not in self.layers:
+            return
+        rows = states.index_select(0, self.indices)
+        if residual is not None:
+            rows = rows + residual.index_select(0, self.indices)
+        self.values[self.layers.index(layer)].copy_(rows)
+
+
 @dataclass(kw_only=True)
 class InputBatch:
     """The tokens of one step, all sequences one after another.
@@ -35,6 +58,7 @@ class InputBatch:
     seq_lens: list[int]
     logits_indices: torch.Tensor  # (rows,) int64: tokens whose logits are required
     more_tables: Sequence[KVTables] = ()  # of the second KV group and those after it
+    hidden: HiddenStates | None = None  # what is wanted besides logits
 
     @property
     def num_seqs(self) -> int:

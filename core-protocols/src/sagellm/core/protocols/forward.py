@@ -54,7 +54,9 @@ class ForwardBackendProtocol(ABC):
     """
 
     features: ClassVar[Collection[str] | None] = None
-    """The supported subset of `ModelSpec.features`; None: the factory itself refuses what it cannot do."""
+    """The supported subset of `ModelSpec.features`, and of what engines may ask for besides: `hidden_states`,
+    say. None: the factory itself refuses what it cannot do.
+    """
 
     device_types: ClassVar[Collection[str] | None] = None
     """The types of torch devices for which `auto` considers it; None: all, none: it has to be named."""
@@ -89,7 +91,12 @@ class ForwardBackendProtocol(ABC):
 
     @abstractmethod
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """Return float32 logits (rows, vocab) of the tokens at `batch.logits_indices`."""
+        """Return float32 logits (rows, vocab) of the tokens at `batch.logits_indices`.
+
+        If `batch.hidden` is not None, also write the hidden states that it names into its `values`. Only a
+        backend with the feature `hidden_states` is asked for any: requests for them are refused otherwise,
+        before they are queued.
+        """
 
     def report_progress(self, beat: Callable[[], None]) -> None:  # noqa: B027  (the given attention reports)
         """Have long steps call `beat` between layers, from the calling thread; at least once per second.

@@ -38,7 +38,7 @@ class TorchForwardBackend(ForwardBackendProtocol):
     Decoders are built from their spec; other models run as classes of transformers.
     """
 
-    features = FEATURES | {TRANSFORMERS_CLASS, "attention_backends", "kv_groups"}
+    features = FEATURES | {TRANSFORMERS_CLASS, "attention_backends", "hidden_states", "kv_groups"}
 
     def __init__(  # noqa: PLR0913
         self,

@@ -36,7 +36,7 @@ class CausalLM(ABC):
         attention: AttentionBackendProtocol,
         plans: Sequence[object],
     ) -> torch.Tensor:
-        """Return the last hidden states (tokens, hidden), normalised.
+        """Return the last hidden states (tokens, hidden), normalised; write those of `batch.hidden`.
 
         `kv` and `plans` have an entry for each layer: its KV, (blocks, 2, kv_heads, block_size, dim), and
         what `attention` planned for its KV group.

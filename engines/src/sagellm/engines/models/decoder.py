@@ -118,14 +118,20 @@ class DecoderModel:
         plans: Sequence[object],
         linears: LinearContext,
     ) -> torch.Tensor:
-        """Return normalised hidden states (tokens, hidden)."""
+        """Return normalised hidden states (tokens, hidden); write those of `batch.hidden`."""
         hidden = torch.nn.functional.embedding(batch.input_ids, self.embed_tokens)
         tables = self.rotary.tables(batch.position_ids, max(batch.seq_lens), hidden.dtype)
         step = StepContext(kv, attention, plans, tables, linears)
         residual: torch.Tensor | None = None
-        for layer in self.layers:
+        wanted = batch.hidden
+        for index, layer in enumerate(self.layers):
+            if wanted is not None:
+                wanted.take(index, hidden, residual)
             hidden, residual = layer(hidden, residual, step)
-        return self.norm(hidden, residual).hidden
+        hidden = self.norm(hidden, residual).hidden
+        if wanted is not None:
+            wanted.take(len(self.layers), hidden)
+        return hidden
 
 
 class Decoder(CausalLM):

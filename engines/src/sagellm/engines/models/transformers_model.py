@@ -206,12 +206,17 @@ class TransformersCausalLM(CausalLM):
         """Return the last hidden states (tokens, hidden), normalised."""
         self._wide_rows.plan(batch.query_lens)
         step = _PagedStep(kv, attention, plans, self._specs)
+        wanted = batch.hidden
         output = self._base(
             input_ids=batch.input_ids.unsqueeze(0),
             position_ids=batch.position_ids.unsqueeze(0),
             use_cache=False,
+            output_hidden_states=wanted is not None,
             **{_STEP: step},
         )
+        if wanted is not None:
+            for layer, states in enumerate(output.hidden_states):
+                wanted.take(layer, states[0])
         return cast(torch.Tensor, output[0][0])
 
     @torch.inference_mode()
