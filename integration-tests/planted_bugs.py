@@ -455,6 +455,19 @@ def a_refused_draft_kept() -> None:
 
 
 @bug(
+    "Rows of a step get each other's hidden states.",
+    caught_by="integration-tests/test_hidden_states.py"
+    "::test_each_token_of_an_output_has_the_state_that_it_was_drawn_from[plain-torch]",
+)
+def hidden_states_of_other_rows() -> None:
+    from sagellm.engines.worker import host_tokens
+
+    @change(host_tokens, "_hidden_by_row")
+    def by_row(original: Any, launched: Any, hidden: Any, is_kept: Any) -> Any:
+        return original(launched, hidden.flip(0), is_kept)
+
+
+@bug(
     "The answers of one namespace make drafts in all.",
     caught_by="engines/tests/test_draft_proposers.py::test_suffix_knows_the_answers_of_its_namespace_alone",
 )

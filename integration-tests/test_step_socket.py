@@ -127,6 +127,7 @@ def steps_of(vocab_size: int) -> list[tuple[StepInput, TokenMasks | None]]:
         new_blocks=BlockUpdates(ints(*[0] * 6), ints(*seats), ints(*indices), ints(*ids)),
         masks=mask(2, range(40, 60), vocab_size),
         scored=[Scored(0, 0, 2, 2)],
+        hidden_rows=np.array([False, True, True]),
     )
     with_drafts = StepInput(
         step=2,
@@ -138,6 +139,7 @@ def steps_of(vocab_size: int) -> list[tuple[StepInput, TokenMasks | None]]:
         masks=mask(3, range(70), vocab_size),
         late_masks=np.array([True, False, False]),
         kv_ops=[CopyBlocks([(2, 9)]), ReadBlocks([9, 3], [BufferId(0), BufferId(1)])],
+        hidden_rows=np.array([True, False, False]),
     )
     again = StepInput(
         step=3,

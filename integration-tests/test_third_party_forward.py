@@ -13,7 +13,7 @@ import torch
 from scratch import Scratch
 from transformers import AutoModelForCausalLM
 
-from sagellm.core import PluginRegistry, UnsupportedModelError
+from sagellm.core import InvalidRequestError, PluginRegistry, UnsupportedModelError
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.testing import make_checkpoint
 
@@ -130,6 +130,17 @@ def test_naming_it_for_such_a_model_is_an_error_that_names_the_feature(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=f"forward.backend is 'numpy', which .*{REASON}"):
         engine(mistral, "numpy", registry)
+
+
+def test_hidden_states_that_it_cannot_return_are_refused_before_anything_is_queued(
+    qwen3: Path, registry: PluginRegistry
+) -> None:
+    made = engine(qwen3, "numpy", registry)
+    told = "return_hidden_states is True, and the forward backend numpy cannot return hidden states"
+    with pytest.raises(InvalidRequestError, match=told):
+        made.add_request(PROMPTS[0], SamplingParams(return_hidden_states=True))
+    assert not made.has_unfinished_requests()
+    assert made.metrics().num_prompt_tokens == 0
 
 
 @pytest.mark.full  # test_third_party_policy.py installs one from outside in the shorter suite

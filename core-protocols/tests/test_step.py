@@ -38,14 +38,19 @@ def output(**what: Any) -> StepOutput:
     return StepOutput(**rows | what)
 
 
+def floats(num_tokens: int) -> Any:
+    return np.zeros((num_tokens, 4), np.float32)
+
+
 def runs(ids: list[int], counts: list[int]) -> Runs:
     return Runs(ints(*ids), ints(*counts))
 
 
-ARRAYS, COUNTS, ROWS = (
+ARRAYS, COUNTS, ROWS, HIDDEN = (
     "tokens and counts are arrays of integers",
     "a sampled row has one token and those of accepted drafts, any other none",
     "rows are those of the step",
+    "hidden states are of the rows that ask for them and have tokens",
 )
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "nothing": ("an executor returns a StepOutput", lambda: None),
@@ -78,6 +83,8 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "log-probabilities of an unknown row": (ROWS, lambda: output(logprobs={3: []})),
     "scores of an unknown row": (ROWS, lambda: output(scores={3: []})),
     "scores in a list": ("scores are PromptScores", lambda: output(scores={2: []})),
+    "hidden states that nobody wants": (HIDDEN, lambda: output(hidden_states={0: floats(1)})),
+    "hidden states of an unknown row": (ROWS, lambda: output(hidden_states={3: floats(1)})),
     "no mapping": ("error come by row", lambda: output(errors=None)),
 }
 
@@ -107,3 +114,18 @@ def test_a_row_has_at_most_a_token_more_than_drafts() -> None:
             verify_output("", drafted, replace(accepted, num_accepted=ints(count, 0, 0)), vocab_size=100)
     with pytest.raises(EngineError, match=r"row 0 has 4; possible is 1 … 3"):
         verify_output("", drafted, output(tokens=runs([1] * 5, [4, 1, 0])), vocab_size=100)
+
+
+def test_a_row_that_asks_has_a_hidden_state_for_each_token() -> None:
+    asked = step(drafts=runs([1, 2], [2, 0, 0]), hidden_rows=np.array([True, False, False]))
+    accepted = output(tokens=runs([1] * 3, [2, 1, 0]), num_accepted=ints(1, 0, 0))
+    good = replace(accepted, hidden_states={0: floats(2)})
+    assert verify_output("", asked, good, vocab_size=100) is good
+    for states in ({}, {1: floats(1)}, {0: floats(2), 1: floats(1)}):
+        with pytest.raises(EngineError, match="hidden states are of the rows that ask for them"):
+            verify_output("", asked, replace(accepted, hidden_states=states), vocab_size=100)
+    for wrong in (floats(1), floats(3), np.zeros(2), [[0.0]] * 2):
+        with pytest.raises(EngineError, match="each token of a row that asks has a hidden state"):
+            verify_output("", asked, replace(accepted, hidden_states={0: wrong}), vocab_size=100)
+    failed = StepOutput.failed(asked, ValueError())
+    assert verify_output("", asked, failed, vocab_size=100) is failed

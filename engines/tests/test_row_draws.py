@@ -15,6 +15,7 @@ from sagellm.core import (
     KVLayout,
     LogitsProcessorMetrics,
     LogitsProcessorProtocol,
+    ModelGeometry,
     SequenceId,
     StepInput,
     UnsupportedModelError,
@@ -39,7 +40,7 @@ TABLE = torch.randn(512, VOCAB, generator=torch.Generator().manual_seed(4)) * 2
 
 
 class TableBackend:
-    """Gives each token at each position its own logits."""
+    """Gives each token at each position its own logits; both are its hidden state."""
 
     def __init__(self) -> None:
         self.table = TABLE.clone()
@@ -49,6 +50,9 @@ class TableBackend:
 
     def forward(self, batch):
         wanted = batch.logits_indices
+        if batch.hidden is not None:
+            states = torch.stack([batch.position_ids, batch.input_ids], 1)
+            batch.hidden.take(1, states)
         with torch.inference_mode():
             return self.table[(batch.input_ids[wanted] * 31 + batch.position_ids[wanted] * 7) % 512].clone()
 
@@ -85,6 +89,7 @@ def sampled_params():
 PARAMS = sampled_params()
 PROMPTS = [[5, 6, 7], [9], list(range(20)), [11, 12] * 3, [1, 2], [8], [30, 31, 8], [2, 2, 2]]
 MASKED = {1, 2, 4, 6}
+WITH_HIDDEN = {0, 4, 5, 6}
 
 
 def mask_after(seat, place, token):
@@ -99,7 +104,17 @@ def worker_of(draw=None):
     layout = KVLayout(
         group=KVGroup(layer_ids=(0,), num_kv_heads=1, head_dim=8, dtype="float32"), block_size=8
     )
-    runner = ModelRunner(TableBackend(), [layout], device=CPU)
+    geometry = ModelGeometry(
+        num_layers=1,
+        hidden_size=2,
+        intermediate_size=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=VOCAB,
+        max_model_len=512,
+    )
+    runner = ModelRunner(TableBackend(), [layout], device=CPU, geometry=geometry)
     processors = [each(VOCAB) for each in (LogitBias, MinTokens, AllowedTokenIds, BadWords)]
     sampler = Sampler([*processors, EvenAfterOdd()])
     return Worker(runner, sampler, SeatState(len(PROMPTS), block_size=8), draw=draw)
@@ -178,6 +193,7 @@ class Player:
             drafts=runs_of(runs) if any(runs) else None,
             masks=self.masks(seats, runs, ~late),
             late_masks=late if late.any() else None,
+            hidden_rows=np.array([seat in WITH_HIDDEN for seat in seats]),
         )
         self.executor.submit(step)
         return step, runs, late
@@ -205,6 +221,12 @@ class Player:
                 self.logprobs[seat] += output.logprobs[row]
             else:
                 assert row not in output.logprobs
+            if seat in WITH_HIDDEN:
+                known = PROMPTS[seat] + self.outputs[seat]
+                places = range(len(known) - 1 - len(tokens), len(known) - 1)
+                assert output.hidden_states[row].tolist() == [[place, known[place]] for place in places]
+            else:
+                assert row not in output.hidden_states
 
     def play(self):
         """One step at a time."""

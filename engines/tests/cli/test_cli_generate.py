@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 import threading
@@ -331,6 +332,15 @@ def test_log_probabilities_are_shown_by_token(sage, checkpoint):
     assert first is None
     assert bytes(byte for each in scored for byte in each["token_bytes"]).decode() == " 🌊"
     assert scored[-1]["decoded_token"] == "🌊"
+
+
+def test_hidden_states_are_shown_by_token(sage, checkpoint):
+    run = ("llm", "generate", "one two", "--model", checkpoint, *REAL, "--json", "--return-hidden-states")
+    [entry] = sage(*run).json_lines
+    output = entry["outputs"][0]
+    sizes = {len(state) for state in output["hidden_states"]}
+    assert len(output["hidden_states"]) == len(output["token_ids"])
+    assert sizes == {json.loads((checkpoint / "config.json").read_text())["hidden_size"]}
 
 
 def test_a_repeated_prompt_is_cached_between_requests_of_one_run(sage, checkpoint):

@@ -45,6 +45,7 @@ LISTS = {
     ],
     "stream": [1, "true", []],
     "ignore_eos": [1, "true"],
+    "return_hidden_states": [1, "last"],
     "skip_special_tokens": [0, "x"],
     "return_tokens_as_token_ids": [1, "yes", []],
     "include_stop_str_in_output": [1],
@@ -212,6 +213,7 @@ def test_a_missing_parameter_is_named(post, path, name):
     [
         ({"prompt": ["a"] * 9, "n": 128}, "n"),
         ({"prompt": "a", "n": 128, "max_tokens": 4000, "logprobs": 20}, "logprobs"),
+        ({"prompt": "a", "n": 2, "max_tokens": 513, "return_hidden_states": True}, "return_hidden_states"),
         ({"prompt": ["a"] * 10, "n": 100, "max_tokens": 4000}, "max_tokens"),
         ({"prompt": [[1] * 200] * 500, "prompt_logprobs": 20}, "prompt_logprobs"),
         ({"prompt": [[1] * 200] * 500, "logprobs": 20, "echo": True, "max_tokens": 1}, "logprobs"),

@@ -91,6 +91,11 @@ def test_the_tokens_of_parameters_are_bounded_by_continuations(given, param, tol
     [
         ({"prompt_logprobs": 2, "stream": True}, "prompt_logprobs", "leave out stream or prompt_logprobs"),
         (
+            {"return_hidden_states": True, "stream": True},
+            "return_hidden_states",
+            "leave out stream or return_hidden_states",
+        ),
+        (
             {"best_of": 2, "n": 3},
             "best_of",
             "2 continuations cannot give n=3 of them; raise best_of or lower n",

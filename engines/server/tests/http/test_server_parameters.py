@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from sagellm.core import Namespace
@@ -231,6 +232,19 @@ def test_logprobs_of_chats(chat):
     alone = chat(PROMPT, temperature=0, logprobs=True)["choices"][0]["logprobs"]["content"]
     assert [entry["top_logprobs"] for entry in alone] == [[]] * 8
     assert chat(PROMPT)["choices"][0]["logprobs"] is None
+
+
+def test_hidden_states(complete, chat, reference):
+    expected = reference(return_hidden_states=True, n=2).outputs
+    choices = complete(PROMPT, temperature=0, n=2, return_hidden_states=True)["choices"]
+    for choice, one in zip(choices, expected, strict=True):
+        assert np.array(choice["hidden_states"]) == pytest.approx(np.array(one.hidden_states), abs=1e-4)
+    of_chat = chat(PROMPT, temperature=0, return_hidden_states=True)
+    assert len(of_chat["choices"][0]["hidden_states"]) == of_chat["usage"]["completion_tokens"]
+    for answer in (complete(PROMPT), complete(PROMPT, return_hidden_states=False), chat(PROMPT)):
+        assert "hidden_states" not in answer["choices"][0]
+    of_prompt = complete(PROMPT, max_tokens=0, echo=True, return_hidden_states=True)
+    assert "hidden_states" not in of_prompt["choices"][0]
 
 
 def test_echo(complete, reference):

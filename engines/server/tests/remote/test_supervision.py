@@ -111,7 +111,15 @@ def core_frames(scripted) -> list[bytes]:
     token = SampledToken(7, -0.5, [(7, -0.5), (8, -1.5)], 1)
     scores = PromptScores(2, bytes(4), bytes(24), bytes(8))
     outputs = [
-        TokenOutput("a#0", [7], num_cached_tokens=2, logprobs=[token], prompt_scores=scores, scheduled_ns=5),
+        TokenOutput(
+            "a#0",
+            [7],
+            num_cached_tokens=2,
+            logprobs=[token],
+            prompt_scores=scores,
+            hidden_states=bytes(4 * limits.hidden_size),
+            scheduled_ns=5,
+        ),
         TokenOutput("a#0", [9, 8], "stop", 8),
         TokenOutput("b#1", finish_reason="error", error="KeyError: x"),
     ]
@@ -205,6 +213,13 @@ def test_a_token_that_the_model_does_not_have_ends_the_link(scripted):
 def test_log_probabilities_of_other_tokens_end_the_link(scripted):
     step = encode(Step([TokenOutput("a#0", [7, 8], logprobs=[SampledToken(7, -0.5, [], 1)])]))
     assert asyncio.run(attack(scripted, [step]))[0] == 1
+
+
+@pytest.mark.parametrize(("num_halves", "num_links"), [(2, 0), (1, 1), (3, 1), (0, 1)])
+def test_hidden_states_of_another_size_end_the_link(scripted, num_halves, num_links):
+    states = bytes(2 * num_halves * scripted._engine.driver.input.limits.hidden_size)
+    step = encode(Step([TokenOutput("a#0", [7], hidden_states=states)]))
+    assert asyncio.run(attack(scripted, [step]))[0] == num_links
 
 
 def test_a_request_that_cannot_be_encoded_leaves_nothing(scripted):

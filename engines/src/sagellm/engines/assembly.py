@@ -155,6 +155,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         num_blocks=num_blocks,
         vocab_size=geometry.vocab_size,
         runtime=runtime,
+        geometry=geometry,
         fingerprint=partial(fingerprint_of, opened.files, config.model),
         trace=trace,
         progress=progress,
@@ -177,6 +178,9 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         num_blocks=num_blocks,
         block_size=layout.block_size,
         eos_token_ids=opened.generation.eos_token_ids,
+        hidden_size=geometry.hidden_size if "hidden_states" in (backend.features or ()) else 0,
+        hidden_size_reason=f"the forward backend {chosen.name} cannot return hidden states; "
+        "leave the parameter out, or name another backend in forward.backend",
         extra_args=core.worker.sampler.extra_args,
     )
     core.info = EngineInfo(

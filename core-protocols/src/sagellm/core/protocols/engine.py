@@ -108,9 +108,9 @@ class PromptScores:
 class TokenOutput:
     """One step's effect on one sequence: a run of new tokens, its end, or both.
 
-    `logprobs` has an entry for each token, if the request asked for them. The first tokens come with the
-    time at which the sequence was first scheduled, and with the prompt's log-probabilities, if requested,
-    of each token but the first, which follows no other.
+    `logprobs` and `hidden_states` have an entry for each token, if the request asked for them. The first
+    tokens come with the time at which the sequence was first scheduled, and with the prompt's
+    log-probabilities, if requested, of each token but the first, which follows no other.
     """
 
     sequence_id: SequenceId
@@ -121,6 +121,7 @@ class TokenOutput:
     error: str | None = None
     logprobs: Sequence[SampledToken] | None = None
     prompt_scores: PromptScores | None = None
+    hidden_states: bytes | None = None  # (tokens, hidden_size) float32
     scheduled_ns: int | None = None  # of the clock that all processes of a machine share
     num_preemptions: int = 0  # of a sequence that has ended
     num_draft_tokens: int = 0  # verified in this step
@@ -167,6 +168,8 @@ class RequestLimits:
     num_blocks: int = 1 << 31
     block_size: int = 16
     eos_token_ids: frozenset[int] = frozenset()
+    hidden_size: int = 0  # of the hidden states that requests may ask for; 0: they may not
+    hidden_size_reason: str = "the engine does not return them"
     extra_args: tuple[ExtraArg, ...] = ()  # entries of a request's `extra_args` that the engine reads
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.engine import SampledToken
 
     Ints = npt.NDArray[np.int32]
+    Floats = npt.NDArray[np.float32]
 
 Seat = NewType("Seat", int)
 """Where a running sequence sits: its row in the tables of the core and of every worker."""
@@ -178,6 +179,7 @@ class StepInput:
     masks: TokenMasks | None = None  # None: none, or they follow
     late_masks: npt.NDArray[np.bool_] | None = None  # (rows,) whose masks follow: they need a token in flight
     scored: Sequence[Scored] = ()
+    hidden_rows: npt.NDArray[np.bool_] | None = None  # (rows,) sampled ones whose hidden states are wanted
 
     @property
     def num_tokens(self) -> int:
@@ -191,8 +193,9 @@ class StepOutput:
 
     A sampled row has the tokens drawn at the last token known and at each draft that was accepted: one
     more than `num_accepted`. `logprobs` has a row only if it asked for them, one entry for each of its
-    tokens; `scores` has the rows of `scored`. A row in `errors` has no tokens; its computation may be
-    repeated.
+    tokens; `scores` has the rows of `scored`. `hidden_states` has the `hidden_rows` that have tokens: of each
+    token, what the head was given where it was drawn. A row in `errors` has no tokens; its computation may
+    be repeated.
     """
 
     step: int
@@ -200,6 +203,7 @@ class StepOutput:
     num_accepted: Ints  # (rows,) drafts
     logprobs: Mapping[int, Sequence[SampledToken]] = field(default_factory=dict)
     scores: Mapping[int, PromptScores] = field(default_factory=dict)
+    hidden_states: Mapping[int, Floats] = field(default_factory=dict)  # (tokens, hidden_size) of each row
     errors: Mapping[int, BaseException] = field(default_factory=dict)
 
     @classmethod
@@ -243,6 +247,8 @@ def verify_output(name: str, step: StepInput, output: object, *, vocab_size: int
         _check_tokens(step, output, vocab_size)
         for what, found in (("log-probabilities", output.logprobs), ("scores", output.scores)):
             _check_rows(found, what, len(step.seats))
+        if step.hidden_rows is not None or output.hidden_states != {}:
+            _check_hidden(step, output)
     except _BrokenRule as broken:
         raise EngineError(f"{name} {broken}") from None
     return output
@@ -252,7 +258,9 @@ def _is_plain(step: StepInput, output: StepOutput, vocab_size: int) -> bool:
     """Whether an output is one token for each sampled row, all in the vocabulary, and nothing else."""
     import numpy as np
 
-    if step.drafts is not None or output.errors != {} or output.logprobs != {} or output.scores != {}:
+    if step.drafts is not None or step.hidden_rows is not None or output.errors != {}:
+        return False
+    if output.logprobs != {} or output.scores != {} or output.hidden_states != {}:
         return False
     try:
         ids, counts = output.tokens.ids, output.tokens.counts
@@ -279,6 +287,27 @@ def _check_rows(found: Mapping[int, Any], what: str, num_rows: int) -> None:
             raise _BrokenRule("an error is an exception", f"that of row {row} is {value!r}")
         if what == "scores" and not isinstance(value, PromptScores):
             raise _BrokenRule("scores are PromptScores", f"those of row {row} are {type(value).__name__}")
+
+
+def _check_hidden(step: StepInput, output: StepOutput) -> None:
+    import numpy as np
+
+    _check_rows(output.hidden_states, "hidden states", len(step.seats))
+    counts = output.tokens.counts
+    is_asked = np.zeros(len(counts), np.bool_) if step.hidden_rows is None else step.hidden_rows
+    wanted, found = np.flatnonzero(is_asked & (counts > 0)).tolist(), sorted(output.hidden_states)
+    if found != wanted:
+        raise _BrokenRule(
+            "hidden states are of the rows that ask for them and have tokens",
+            f"it returned those of rows {found}, and they are wanted of {wanted}",
+        )
+    for row, states in output.hidden_states.items():
+        shape: tuple[int, ...] = getattr(states, "shape", ())
+        if len(shape) != 2 or shape[0] != counts[row]:
+            raise _BrokenRule(
+                "each token of a row that asks has a hidden state",
+                f"row {row} has {counts[row]} tokens, and hidden states of shape {shape}",
+            )
 
 
 def _check_tokens(step: StepInput, output: StepOutput, vocab_size: int) -> None:

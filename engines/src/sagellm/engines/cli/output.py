@@ -53,6 +53,8 @@ def tell(text: str, level: int = logging.INFO) -> None:
 def _plain(value: object) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
+    if hasattr(value, "tolist"):  # a hidden state
+        return value.tolist()
     return list(value) if isinstance(value, Sequence) else str(value)  # log-probabilities, and their bytes
 
 

@@ -13,6 +13,7 @@ from sagellm.core import (
     KVMemory,
     KVOffloadProtocol,
     LifetimePredictorProtocol,
+    ModelGeometry,
     Runtime,
     SchedulerIRProtocol,
     StepCostMetrics,
@@ -49,7 +50,7 @@ class CorePlan:
     `fingerprint` returns a value that is equal for models with interchangeable KV; it is called when a tier
     or a save first needs it. `progress` is the hook that a backend calls at each layer. `predictor` and
     `make_offload`, of a simulation for instance, take the place of what the configuration names.
-    `make_grammar` returns the provider of grammars.
+    `make_grammar` returns the provider of grammars. Steps can want hidden states if `geometry` is given.
     """
 
     modules: Modules
@@ -57,6 +58,7 @@ class CorePlan:
     num_blocks: int
     vocab_size: int
     runtime: Runtime
+    geometry: ModelGeometry | None = None
     fingerprint: Callable[[], str] = str
     trace: TraceWriter = field(default_factory=NullTrace)
     progress: ProgressHook = field(default_factory=ProgressHook)

@@ -388,8 +388,8 @@ class EngineCore(EngineProtocol):
         has_more = result.is_first | result.is_over
         if result.drafted is not None:
             has_more[result.drafted.rows] = True
-        if result.logprobs:
-            has_more |= np.isin(result.seats, list(result.logprobs))
+        if result.logprobs or result.hidden_states:
+            has_more |= np.isin(result.seats, [*result.logprobs, *result.hidden_states])
         if np.count_nonzero(has_more):
             is_told = runs.counts > 0
             places, tokens = np.cumsum(is_told) - 1 + first, runs.lists()
@@ -427,6 +427,7 @@ class EngineCore(EngineProtocol):
             )
             self._finish(sequence.sequence_id, reason or "length")
         drafted = (0, 0) if result.drafted is None else result.drafted.counts_of(row)
+        states = result.hidden_states.get(seat)
         return TokenOutput(
             sequence.sequence_id,
             tokens,
@@ -435,6 +436,7 @@ class EngineCore(EngineProtocol):
             num_cached_tokens=sequence.num_cached_tokens or 0,
             logprobs=result.logprobs.get(seat),
             prompt_scores=prompt_scores,
+            hidden_states=None if states is None else states.tobytes(),
             scheduled_ns=scheduled_ns,
             num_preemptions=sequence.num_preemptions if result.is_over[row] else 0,
             num_draft_tokens=drafted[0],

@@ -102,6 +102,7 @@ class Seats:
         self.scored: set[int] = set()  # seats of which log-probabilities of the prompt are still wanted
         self.with_many_stops: set[int] = set()
         self.structured: set[int] = set()  # seats whose output must match a grammar
+        self.with_hidden: set[int] = set()  # seats whose hidden states are wanted
         self.stops: Ints = np.full((num_seats, NUM_STOPS), -1, np.int32)
         self.tables, self.tokens = first_tables(num_seats, block_size, num_groups)
         self.sequences: npt.NDArray[np.object_] = np.full(num_seats, None)
@@ -140,6 +141,8 @@ class Seats:
             self.scored.add(seat)
         if sequence.grammar is not None:
             self.structured.add(seat)
+        if params.return_hidden_states:
+            self.with_hidden.add(seat)
         self.stops[seat] = -1
         if stops:
             self.stops[seat, : len(stops[:NUM_STOPS])] = stops[:NUM_STOPS]
@@ -163,6 +166,7 @@ class Seats:
         self.scored.discard(seat)
         self.with_many_stops.discard(seat)
         self.structured.discard(seat)
+        self.with_hidden.discard(seat)
         self._free.append(seat)
         if self._arrivals.pop(seat, None) is None:
             self._departures.append(seat)

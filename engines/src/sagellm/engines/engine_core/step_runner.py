@@ -29,6 +29,7 @@ from sagellm.engines.engine_core.token_masks import GrammarMasks
 
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
 _NO_SEATS: Ints = np.empty(0, np.int32)
 
 
@@ -72,6 +73,7 @@ class StepResult:
     drafted: DraftedRows | None = None
     logprobs: Mapping[Seat, Seq[SampledToken]] = field(default_factory=dict)  # of those tokens
     scores: Mapping[Seat, PromptScores] = field(default_factory=dict)
+    hidden_states: Mapping[Seat, Floats] = field(default_factory=dict)  # (tokens, hidden_size) of each seat
     errors: Mapping[Seat, BaseException] = field(default_factory=dict)
 
 
@@ -162,6 +164,7 @@ class StepRunner:
             new_blocks=table.take_block_updates(),
             drafts=planned.drafts,
             scored=self._scored(seats, starts, planned.num_new) if table.scored else (),
+            hidden_rows=self._hidden_rows(seats, is_sampled) if table.with_hidden else None,
         )
         if table.structured:
             step = self._with_masks(step)
@@ -365,6 +368,10 @@ class StepRunner:
                 Seat(int(seats[row])): tokens[: runs.counts[row]] for row, tokens in output.logprobs.items()
             },
             scores={Seat(int(seats[row])): scores for row, scores in output.scores.items()},
+            hidden_states={
+                Seat(int(seats[row])): states[: runs.counts[row]]
+                for row, states in output.hidden_states.items()
+            },
         )
 
     def _append(self, seats: Places, before: Ints, runs: Runs) -> tuple[Runs, Bools]:
@@ -397,6 +404,11 @@ class StepRunner:
             ids, seat_of, position = ids[is_kept], seat_of[is_kept], position[is_kept]
         table.tokens[seat_of, position] = ids
         return Runs(ids, counts), is_over
+
+    def _hidden_rows(self, seats: Places, is_sampled: Bools) -> Bools | None:
+        """Return which sampled rows want hidden states; None: none."""
+        is_wanted: Bools = np.isin(seats, list(self._seats.with_hidden)) & is_sampled
+        return is_wanted if np.count_nonzero(is_wanted) else None
 
     def _scored(self, seats: Places, starts: Ints, num_new: Ints) -> list[Scored]:
         scored = []
@@ -434,6 +446,7 @@ def _rows_of(step: StepInput, rows: npt.NDArray[np.intp]) -> StepInput:
         masks=None,
         late_masks=None,
         scored=[replace(each, row=place[each.row]) for each in step.scored if each.row in place],
+        hidden_rows=None if step.hidden_rows is None else step.hidden_rows[rows],
     )
 
 
@@ -445,6 +458,7 @@ def _outputs_of(output: StepOutput, rows: npt.NDArray[np.intp]) -> StepOutput:
         num_accepted=output.num_accepted[rows],
         logprobs={place[row]: tokens for row, tokens in output.logprobs.items() if row in place},
         scores={place[row]: scores for row, scores in output.scores.items() if row in place},
+        hidden_states={place[row]: states for row, states in output.hidden_states.items() if row in place},
     )
 
 

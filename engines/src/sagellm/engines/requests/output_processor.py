@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from sagellm.core import FinishReason, RequestId, Runtime, SequenceId, TokenOutput, get_logger
 from sagellm.engines.logging import fields
 from sagellm.engines.logprobs import Logprobs, PendingScores, PromptLogprobs
@@ -185,6 +187,8 @@ class OutputProcessor:
         params = live.processed.params
         logprobs = token_output.logprobs or repeat(None)
         last = len(token_output.token_ids) - 1
+        if token_output.hidden_states is not None:
+            _add_states(continuation.output, token_output.hidden_states, last + 1)
         for index, (token_id, scored) in enumerate(zip(token_output.token_ids, logprobs, strict=False)):
             continuation.output.token_ids.append(token_id)
             is_stop_token = token_output.finish_reason == "stop" and index == last
@@ -195,6 +199,8 @@ class OutputProcessor:
                 continue
             text = continuation.detokenizer.append([token_id])
             if (matched := self._match(continuation, text, params.min_tokens)) is not None:
+                if continuation.output.hidden_states is not None:
+                    del continuation.output.hidden_states[len(continuation.output.token_ids) :]
                 return matched
         _take_settled(continuation)
         return None
@@ -238,7 +244,11 @@ class OutputProcessor:
     def _continuation(self, processed: QueuedRequest, index: int) -> _Continuation:
         params = processed.params
         is_scored = params.logprobs is not None
-        output = CompletionOutput(index=index, logprobs=Logprobs() if is_scored else None)
+        output = CompletionOutput(
+            index=index,
+            logprobs=Logprobs() if is_scored else None,
+            hidden_states=[] if params.return_hidden_states else None,
+        )
         decoder = self._decoders.get(skip_special_tokens=params.skip_special_tokens)
         if decoder is None or not params.detokenize:
             return _Continuation(output, None, None, PendingScores(None) if is_scored else None)
@@ -270,6 +280,12 @@ def _add_score(
     continuation.pending.add(token_ids, values, scored.rank, is_left_out=is_left_out)
     output = continuation.output
     output.cumulative_logprob = (output.cumulative_logprob or 0.0) + scored.logprob
+
+
+def _add_states(output: CompletionOutput, states: bytes, num_tokens: int) -> None:
+    """Take the hidden states of a run of tokens, (num_tokens, hidden_size) float32."""
+    if output.hidden_states is not None:
+        output.hidden_states += list(np.frombuffer(states, np.float32).reshape(num_tokens, -1))
 
 
 def _take_settled(continuation: _Continuation, *, is_finished: bool = False) -> None:

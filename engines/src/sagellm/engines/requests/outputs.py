@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from sagellm.core import FinishReason, RequestId
 from sagellm.engines.logprobs import Logprobs, PromptLogprobs
 from sagellm.engines.metrics.latency import tpot_s, ttft_s
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(slots=True, kw_only=True)
@@ -16,7 +21,9 @@ class CompletionOutput:
 
     `logprobs` has a mapping per token, with the sampled one and the most likely ones, if the request asked
     for them; until the output is finished, the last tokens lack one while their text is not known, as when a
-    character is incomplete. `stop_reason` is the stop token id or stop string that ended it.
+    character is incomplete. `hidden_states` has one (hidden_size,) for each token, if the request asked for
+    them: what the head was given where the token was drawn. `stop_reason` is the stop token id or stop string
+    that ended it.
     """
 
     index: int
@@ -26,6 +33,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: Logprobs | None = None
     cumulative_logprob: float | None = None
+    hidden_states: list[npt.NDArray[np.float32]] | None = field(default=None, compare=False)
     error: str | None = None  # what went wrong, when finish_reason is "error"
     is_refused: bool = False  # whether that is the request's own fault, as a schema that cannot be compiled
 
@@ -122,6 +130,7 @@ class RequestOutput:
                 output,
                 token_ids=output.token_ids.copy(),
                 logprobs=None if output.logprobs is None else output.logprobs.snapshot(),
+                hidden_states=None if output.hidden_states is None else output.hidden_states.copy(),
             )
             for output in self.outputs
         ]

@@ -134,6 +134,8 @@ def check_params(params: SamplingParams, limits: RequestLimits) -> None:
     """Raise InvalidRequestError for parameters that this model or its logits processors do not accept."""
     params.validate_for(limits.vocab_size)
     _check_extra_args(params.extra_args or {}, limits)
+    if params.return_hidden_states and not limits.hidden_size:
+        raise InvalidRequestError(f"return_hidden_states is True, and {limits.hidden_size_reason}")
     if params.allowed_token_ids is None:
         return
     banned = {word[0] for word in params.bad_words_token_ids if len(word) == 1}

@@ -53,6 +53,7 @@ class SamplingParams:
     `min_tokens`, nor can a stop string end the request.
 
     `prompt_logprobs` does for the tokens of the prompt what `logprobs` does for those of the output.
+    `return_hidden_states`, SGLang's, reports what the model's head was given for each token of the output.
     `logit_bias` is added to the logits of tokens, -100 to 100; if `allowed_token_ids` is given, no other
     token is chosen; `bad_words` are not generated, neither at the beginning of a text nor after a space.
     `bad_words_token_ids` are the same as token ids: the engine fills them in from `bad_words`, and they can
@@ -136,6 +137,9 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = _integer(
         None, "the same of the tokens of the prompt (--json shows them)", 0, MAX_LOGPROBS, is_optional=True
+    )
+    return_hidden_states: bool = _flag(
+        False, "report the last hidden state at each token (--json shows them)", bool
     )
     ignore_eos: bool = _flag(False, "go on after the end of the text", bool)
     skip_special_tokens: bool = _flag(True, "leave special tokens out of the text", bool)

@@ -27,7 +27,8 @@ def build_worker(
     """Allocate the KV of a backend and build the worker around it. Raises OutOfMemoryError."""
     modules, layout = plan.modules, plan.layout
     config = modules.config
-    runner = ModelRunner(backend, [layout], device=resolve_device(config.model.device))
+    device = resolve_device(config.model.device)
+    runner = ModelRunner(backend, [layout], device=device, geometry=plan.geometry)
     runner.initialize_kv_caches([plan.num_blocks])
     sampler = Sampler(
         processors.values(),

@@ -27,6 +27,7 @@ class LaunchedStep:
     step: StepInput
     sampled: Sampled
     scores: Mapping[int, PromptScores]
+    hidden: torch.Tensor | None  # (positions of its `hidden_rows`, hidden_size)
     waiting: Places | None = None  # positions that wait for masks
     logits: torch.Tensor | None = None  # while some do
     tokens: npt.NDArray[np.integer] | None = None  # (positions,) once they are on the host
@@ -47,9 +48,16 @@ class StepTokens(ABC):
 
     @abstractmethod
     def launch(
-        self, step: StepInput, logits: torch.Tensor, scores: Mapping[int, PromptScores]
+        self,
+        step: StepInput,
+        logits: torch.Tensor,
+        scores: Mapping[int, PromptScores],
+        hidden: torch.Tensor | None,
     ) -> LaunchedStep:
-        """Draw at all sampled positions whose rows do not wait for masks, from logits (positions, vocab)."""
+        """Draw at all sampled positions whose rows do not wait for masks, from logits (positions, vocab).
+
+        `scores` and `hidden`, those of a LaunchedStep, are for its output.
+        """
 
     @abstractmethod
     def add_masks(self, launched: LaunchedStep, masks: TokenMasks) -> None:
@@ -70,10 +78,14 @@ class HostTokens(StepTokens):
         """Do nothing: the host has all tokens."""
 
     def launch(
-        self, step: StepInput, logits: torch.Tensor, scores: Mapping[int, PromptScores]
+        self,
+        step: StepInput,
+        logits: torch.Tensor,
+        scores: Mapping[int, PromptScores],
+        hidden: torch.Tensor | None,
     ) -> LaunchedStep:
         """Draw the rows that do not wait for masks."""
-        launched = LaunchedStep(step, sampled_positions(step), scores)
+        launched = LaunchedStep(step, sampled_positions(step), scores, hidden)
         if step.late_masks is None:
             masks = masks_at(step.masks, None, len(launched.sampled.seats), logits.shape[1])
             drawn = self._draw(logits, None, launched.sampled, masks)
@@ -147,4 +159,20 @@ def output_of(
         num_accepted=num_accepted,
         logprobs=by_row,
         scores=launched.scores,
+        hidden_states={} if launched.hidden is None else _hidden_by_row(launched, launched.hidden, is_kept),
     )
+
+
+def _hidden_by_row(
+    launched: LaunchedStep, hidden: torch.Tensor, is_kept: npt.NDArray[np.bool_] | None
+) -> dict[int, npt.NDArray[np.float32]]:
+    """Return the hidden states (tokens, hidden_size) of the positions that count, by row."""
+    assert launched.step.hidden_rows is not None, "some rows want hidden states"
+    rows, states = launched.sampled.rows, hidden.cpu().numpy()
+    is_asked = launched.step.hidden_rows[rows]
+    if is_kept is not None:
+        states = states[is_kept[is_asked]]
+        is_asked &= is_kept
+    of_rows, firsts = np.unique(rows[is_asked], return_index=True)
+    parts = np.split(states, firsts[1:])  # one, of nothing, if there is no row
+    return dict(zip(of_rows.tolist(), parts, strict=False))

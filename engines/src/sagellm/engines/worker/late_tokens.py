@@ -78,7 +78,13 @@ class LateTokens(StepTokens):
         is_theirs: npt.NDArray[np.bool_] = self._generation[seats] == self._state.generation[seats]
         return is_theirs & (self._step_of[seats] > 0)
 
-    def launch(self, step: StepInput, logits: torch.Tensor, scores: Mapping[int, PromptScores]) -> LateStep:
+    def launch(
+        self,
+        step: StepInput,
+        logits: torch.Tensor,
+        scores: Mapping[int, PromptScores],
+        hidden: torch.Tensor | None,
+    ) -> LateStep:
         """Draw the rows that do not wait for masks, for the next step and, later, for the host.
 
         The logits may be changed in place.
@@ -87,7 +93,9 @@ class LateTokens(StepTokens):
             self._last = torch.zeros(len(self._step_of), dtype=torch.int64, device=logits.device)
         sampled = sampled_positions(step)
         generations = self._state.generation[sampled.seats]
-        launched = LateStep(step, sampled, scores, generations=generations)
+        if hidden is not None and hidden.is_cuda:
+            hidden = _to_host(hidden)  # it has arrived when the tokens have, which are sent later
+        launched = LateStep(step, sampled, scores, hidden, generations=generations)
         if step.late_masks is None:
             self._draw_some(launched, None, logits, step.masks)
         else:

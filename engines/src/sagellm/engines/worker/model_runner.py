@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sagellm.core import ForwardBackendProtocol, InputBatch, KVLayout, StepInput
-from sagellm.core.protocols.attention import KVTables
+from sagellm.core import EngineError, ForwardBackendProtocol, InputBatch, KVLayout, ModelGeometry, StepInput
+from sagellm.core.protocols.attention import HiddenStates, KVTables
 from sagellm.engines.forward.device_memory import check_room
 from sagellm.engines.worker.seat_state import SeatState
 from sagellm.engines.worker.work import WorkMeter
@@ -21,13 +21,19 @@ Longs = npt.NDArray[np.int64]
 class ModelRunner:
     """Builds the flat input of a step and runs the forward backend on it.
 
-    There is a layout for each KV group, all of one block size.
+    There is a layout for each KV group, all of one block size. Without `geometry`, no step may want hidden
+    states.
     """
 
     def __init__(
-        self, backend: ForwardBackendProtocol, layouts: Seq[KVLayout], *, device: torch.device
+        self,
+        backend: ForwardBackendProtocol,
+        layouts: Seq[KVLayout],
+        *,
+        device: torch.device,
+        geometry: ModelGeometry | None = None,
     ) -> None:
-        self.backend = backend
+        self.backend, self._geometry = backend, geometry
         self._block_size = layouts[0].block_size
         self.layouts = layouts
         self.device = device
@@ -64,6 +70,7 @@ class ModelRunner:
             )
             for table in state.tables
         )
+        wanted = _wanted(step)
         return InputBatch(
             input_ids=self._tensor(state.tokens[seat_of, positions].astype(np.int64)),
             position_ids=self._tensor(positions),
@@ -71,8 +78,24 @@ class ModelRunner:
             block_tables=first.block_tables,
             query_lens=num_new.tolist(),
             seq_lens=(last + 1).tolist(),
-            logits_indices=self._tensor(_wanted(step)),
+            logits_indices=self._tensor(wanted),
             more_tables=more,
+            hidden=None if step.hidden_rows is None else self._hidden(step, step.hidden_rows, wanted),
+        )
+
+    def _hidden(self, step: StepInput, is_asked: npt.NDArray[np.bool_], wanted: Longs) -> HiddenStates:
+        """Ask for what the head is given at the sampled positions of some rows."""
+        if self._geometry is None:
+            raise EngineError("a step wants hidden states, and the model runner was made without a geometry")
+        is_asked = is_asked[step.is_sampled]
+        if step.drafts is not None:
+            is_asked = is_asked.repeat(step.drafts.counts[step.is_sampled] + 1)
+        indices = wanted[: len(is_asked)][is_asked]
+        shape = (1, len(indices), self._geometry.hidden_size)
+        return HiddenStates(
+            layers=(self._geometry.num_layers,),
+            indices=self._tensor(indices),
+            values=torch.empty(shape, dtype=torch.float32, device=self.device),
         )
 
     def _used(self, table: Ints, seats: Ints, last_blocks: Longs) -> Longs:

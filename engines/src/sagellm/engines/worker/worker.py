@@ -103,7 +103,8 @@ class Worker:
             if step.scored:
                 num_drawn = len(logits) - sum(each.stop - each.start for each in step.scored)
                 scores, logits = self._score(step, logits[num_drawn:]), logits[:num_drawn]
-            return self._tokens.launch(step, logits, scores)
+            hidden = None if batch.hidden is None else batch.hidden.values[0]
+            return self._tokens.launch(step, logits, scores, hidden)
 
     def _finish(self, launched: LaunchedStep) -> StepOutput:
         self._waiting.pop(launched.step.step, None)

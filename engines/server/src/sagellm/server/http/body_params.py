@@ -16,6 +16,8 @@ from sagellm.server.http.structured import structured_outputs_of
 MAX_SEQUENCES = 1024
 MAX_OUTPUT_TOKENS = 1 << 21
 MAX_LOGPROB_ENTRIES = 1 << 21
+MAX_HIDDEN_STATES = 1024
+"""Of some thousand numbers each, and 20 characters a number."""
 MAX_PARAMETER_TOKENS = 1 << 21
 MAX_EXTRA_BYTES = 64 << 10
 
@@ -116,6 +118,10 @@ def _budgets(params: SamplingParams, num_prompts: int, num: int, num_tokens: int
     yield _Budget("n", num, MAX_SEQUENCES, told, "lower n or best_of, or send fewer prompts")
     told = f"{num} continuations × {num_tokens // max(1, num)} are {num_tokens} tokens"
     yield _Budget("max_tokens", num_tokens, MAX_OUTPUT_TOKENS, told, "lower max_tokens or n")
+    if params.return_hidden_states:
+        told = f"{num_tokens} tokens have a hidden state each"
+        advice = "lower max_tokens or n, or send fewer prompts"
+        yield _Budget("return_hidden_states", num_tokens, MAX_HIDDEN_STATES, told, advice)
     sizes = {name: size for name, size in _parameter_sizes(params).items() if size}
     if sizes:
         size, largest = sum(sizes.values()), max(sizes, key=lambda name: sizes[name])
@@ -167,6 +173,12 @@ def _given(body: SamplingBody) -> dict[str, Any]:
             "prompt_logprobs",
             f"prompt_logprobs: {body.prompt_logprobs} with stream=true, but only a complete answer has "
             f"log-probabilities of the prompt; leave out stream or prompt_logprobs",
+        )
+    if given.get("return_hidden_states") and body.stream:
+        raise invalid(
+            "return_hidden_states",
+            "return_hidden_states: only a complete answer has hidden states; leave out stream or "
+            "return_hidden_states",
         )
     if body.extra_args and body.vllm_xargs:
         raise invalid("vllm_xargs", "vllm_xargs: this is another name of extra_args; give one of them")

@@ -8,7 +8,7 @@ from sagellm.engines.requests.outputs import CompletionOutput, RequestOutput
 from sagellm.server.http.answer_ids import CHAT
 from sagellm.server.http.logprobs import chat_logprobs, prompt_logprobs
 from sagellm.server.http.reply import encode_json
-from sagellm.server.http.shape import Cursor, Shape, end_of
+from sagellm.server.http.shape import Cursor, Shape, end_of, hidden_states
 
 
 class ChatShape(Shape):
@@ -23,7 +23,9 @@ class ChatShape(Shape):
         message = {"role": "assistant", "content": output.text, "refusal": None}
         yield b'{"index":%d,"message":%b,"logprobs":' % (index, encode_json(message))
         yield from self._logprobs(output, 0)
-        yield end_of(output).removesuffix(b"]")
+        yield end_of(output).removesuffix(b"}]")
+        yield from hidden_states(output)
+        yield b"}"
 
     def extras(self, requests: Sequence[RequestOutput]) -> Iterator[bytes]:
         """Yield the prompt's log-probabilities, if requested."""

@@ -16,7 +16,7 @@ from sagellm.server.http.logprobs import (
 )
 from sagellm.server.http.prompt_encoder import EncodedPrompt
 from sagellm.server.http.reply import encode_json
-from sagellm.server.http.shape import Cursor, Shape, end_of, raise_if_failed
+from sagellm.server.http.shape import Cursor, Shape, end_of, hidden_states, raise_if_failed
 
 _HIDDEN_END = b',"finish_reason":"length","stop_reason":null}]'
 
@@ -42,6 +42,8 @@ class CompletionShape(Shape):
             token_ids = [] if job.hides_output else output.token_ids
             yield b',"prompt_token_ids":' + encode_json(request.prompt_token_ids)
             yield b',"token_ids":' + encode_json(token_ids)
+        if not job.hides_output:
+            yield from hidden_states(output)
         if job.params.prompt_logprobs is not None and request.prompt_logprobs is not None:
             yield b',"prompt_logprobs":'
             yield from prompt_logprobs(request.prompt_logprobs.positions())

@@ -12,7 +12,7 @@ from sagellm.engines.requests.outputs import CompletionOutput, RequestOutput
 from sagellm.server.http.answer_reading import AnswerReader, AnswerReading
 from sagellm.server.http.chat_shape import ChatShape
 from sagellm.server.http.reply import encode_json
-from sagellm.server.http.shape import Cursor, Job, end_of
+from sagellm.server.http.shape import Cursor, Job, end_of, hidden_states
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +55,9 @@ class ParsedChatShape(ChatShape):
             ]
         yield b'{"index":%d,"message":%b,"logprobs":' % (index, encode_json(message))
         yield from self._logprobs(output, 0)
-        yield _end(output, reader).removesuffix(b"]")
+        yield _end(output, reader).removesuffix(b"}]")
+        yield from hidden_states(output)
+        yield b"}"
 
     def render(self, cursor: Cursor, output: CompletionOutput) -> bytes:
         """Return an event for each new part, preceded the first time by one with the role."""

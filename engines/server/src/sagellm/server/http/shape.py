@@ -211,3 +211,14 @@ def raise_if_failed(output: CompletionOutput) -> None:
         raise EngineError(output.error or "a sequence failed")
     if output.finish_reason == "abort":
         raise APIError(503, "the request was aborted; send it again", code="aborted")
+
+
+def hidden_states(output: CompletionOutput) -> Iterator[bytes]:
+    """Yield the hidden states of a complete choice as its last member, if they were requested."""
+    if output.hidden_states is None:
+        return
+    start = b',"hidden_states":['
+    for state in output.hidden_states:
+        yield start + encode_json(state.tolist())
+        start = b","
+    yield b"]" if output.hidden_states else start + b"]"

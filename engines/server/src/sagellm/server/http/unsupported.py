@@ -83,7 +83,6 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "json_schema": Refusal(_GRAMMAR),
     "lora_path": Refusal("adapters are not loaded"),
     "regex": Refusal(_GRAMMAR),
-    "return_hidden_states": Refusal("", (False,)),
     "separate_reasoning": Refusal("a server with a reasoning parser always does", (True,)),
     "session_params": Refusal(_STORE),
     # one endpoint's parameters, sent to the other

@@ -227,11 +227,19 @@ class RemoteEngine:
                 self._take_reply(message)
 
     def _take_outputs(self, message: Step) -> None:
-        vocab_size = self._driver.input.limits.vocab_size
+        limits = self._driver.input.limits
+        vocab_size, hidden_bytes = limits.vocab_size, 4 * limits.hidden_size
         for each in message.outputs:
             if each.logprobs is not None and len(each.logprobs) != len(each.token_ids):
                 raise EngineError(
                     f"the engine sent {len(each.logprobs)} scores of {len(each.token_ids)} tokens"
+                )
+            if each.hidden_states is not None and (
+                len(each.hidden_states) != hidden_bytes * len(each.token_ids)
+            ):
+                raise EngineError(
+                    f"the engine sent {len(each.hidden_states)} bytes of hidden states of "
+                    f"{len(each.token_ids)} tokens, whose states have {hidden_bytes} bytes each"
                 )
             for token_id in each.token_ids:
                 if not 0 <= token_id < vocab_size:

@@ -14,7 +14,7 @@ from sagellm.engines.cli.sampling_flags import SAMPLING_FLAGS
 from sagellm.engines.cli.streams import as_text
 
 DEFAULT_MAX_TOKENS = 1024
-NOT_FOR_CHAT = frozenset({"n", "logprobs", "prompt_logprobs"})
+NOT_FOR_CHAT = frozenset({"n", "logprobs", "prompt_logprobs", "return_hidden_states"})
 """Parameters that a chat has no place to show."""
 CHAT_FLAGS = tuple(flag for flag in SAMPLING_FLAGS if flag.name not in NOT_FOR_CHAT)
 
