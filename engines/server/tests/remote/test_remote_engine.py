@@ -8,7 +8,9 @@ import os
 import random
 import signal
 import subprocess
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from sagellm.core import (
@@ -95,6 +97,19 @@ def test_streams_hold_the_engines_own_tokens(with_shared_front, make_engine):
 
     expected = [output.outputs[0].token_ids for output in make_engine().generate(PROMPTS, GREEDY)]
     assert with_shared_front(use) == expected
+
+
+def test_hidden_states_cross_the_link(with_shared_front, make_engine):
+    params = replace(GREEDY, return_hidden_states=True)
+
+    async def use(front):
+        async for output in await front.add_request(PROMPTS[0], params):
+            [one] = output.outputs
+            assert len(one.hidden_states) == len(one.token_ids)
+        return np.stack(one.hidden_states)
+
+    expected = make_engine().generate(PROMPTS[0], params)[0].outputs[0].hidden_states
+    np.testing.assert_allclose(with_shared_front(use), np.stack(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_every_stream_of_a_killed_core_ends_with_an_error_and_the_next_request_runs(with_front, make_engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -75,4 +76,4 @@ def patched_processes(folder: Path, argument: str, *lines: str) -> dict[str, str
         *(f"    {line}" for line in lines),
     ]
     (folder / "sitecustomize.py").write_text("\n".join(source))
-    return {"PYTHONPATH": str(folder)}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
