@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sagellm.core import (
     EngineError,
@@ -392,3 +393,62 @@ def test_only_rows_of_a_processor_that_needs_torch_reach_it(draw):
         player.collect(player.step_of(list(range(8)))[0])
     if draw is not None:  # the sampler changes all rows that anything changes together
         assert shapes == [((1, VOCAB), 1)]
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations for which a GPU would have to finish first."""
+
+    NAMES = frozenset(
+        {
+            *("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "repeat_interleave"),
+            *("_unique2", "unique_dim", "unique_consecutive", "bincount", "histc"),
+        }
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.partition("::")[2]
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        if name in self.NAMES or any(each is not None and each.dtype == torch.bool for each in indices):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_waits_is_counted():
+    waits, tensor = Waits(), torch.arange(3)
+    with waits:
+        tensor[tensor > 1] = int(tensor[tensor > 0].max())
+    assert waits.found == ["index", "_local_scalar_dense", "index_put_"]
+
+
+@pytest.mark.parametrize("number", range(len(PARAMS)))
+def test_a_draw_on_a_device_waits_for_it_only_if_a_processor_reads_the_output(native, monkeypatch, number):
+    """Neither log-probabilities nor penalties, edits, masks and drafts take anything to the host."""
+    waits, settled = Waits(), []
+    worker = worker_of(DeviceDraw(native))
+    tokens = worker._tokens
+    launch, settle, draw, change = tokens.launch, tokens._settle, tokens._draw, tokens._draw.change
+
+    def counted(*arguments):
+        with waits:
+            return launch(*arguments)
+
+    def uncounted(called):  # it stands in for a kernel
+        def call(*arguments):
+            with torch.utils._python_dispatch._disable_current_modes():
+                return called(*arguments)
+
+        return call
+
+    monkeypatch.setattr(tokens, "launch", counted)
+    monkeypatch.setattr(tokens, "_settle", lambda: settled.append(settle()))
+    monkeypatch.setattr(draw, "change", uncounted(change))
+    monkeypatch.setattr(tokens, "_draw", uncounted(draw))
+    tokens._draw.change = draw.change
+    player = Player(OverlappedExecutor(worker), [PARAMS[number]] * len(PARAMS), drafts=lambda *_: [3, 9])
+    player.play()
+    assert waits.found == []
+    assert bool(settled) == bool(PARAMS[number].extra_args or PARAMS[number].bad_words_token_ids)
