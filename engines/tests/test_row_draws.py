@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sagellm.accel.native import NativeDraw
 from sagellm.core import (
     EngineError,
     KVGroup,
@@ -22,16 +23,17 @@ from sagellm.core import (
     UnsupportedModelError,
     pack,
 )
-from sagellm.core.protocols.step import Runs, SeatArrival, TokenMasks
+from sagellm.core.protocols.step import SeatArrival, TokenMasks
 from sagellm.engines import SamplingParams
 from sagellm.engines.sampling.processors import AllowedTokenIds, BadWords, LogitBias, MinTokens
 from sagellm.engines.sampling.rows import BadLogitsError
 from sagellm.engines.sampling.sampler import Sampler
-from sagellm.engines.testing.device_draw import change_logits
+from sagellm.engines.testing.device_draw import DeviceDrawOnCPU
 from sagellm.engines.worker.inline_executor import OverlappedExecutor
 from sagellm.engines.worker.model_runner import ModelRunner
 from sagellm.engines.worker.seat_state import SeatState
 from sagellm.engines.worker.worker import Worker
+from sagellm.testing.draft_proposer import runs_of
 
 CPU = torch.device("cpu")
 VOCAB = 77
@@ -121,35 +123,13 @@ def worker_of(draw=None):
     return Worker(runner, sampler, SeatState(len(PROMPTS), block_size=8), draw=draw)
 
 
-class DeviceDraw:
-    """Stands in for a kernel on a device: it is given changed logits and settings, on a CPU."""
-
-    def __init__(self, native) -> None:
-        self._native = native
-
-    def __call__(self, logits, settings):
-        return self._native(logits, settings)
-
-    def change(self, logits, changes):
-        change_logits(logits, changes)
-
-
-@pytest.fixture(scope="module")
-def native():
-    from sagellm.accel.native import NativeDraw
-
-    try:
-        return NativeDraw()
-    except UnsupportedModelError as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture(params=["sampler", "kernel", "device"])
 def draw(request):
-    if request.param == "sampler":
-        return None
-    native = request.getfixturevalue("native")
-    return native if request.param == "kernel" else DeviceDraw(native)
+    kinds = {"sampler": lambda: None, "kernel": NativeDraw, "device": DeviceDrawOnCPU}
+    try:
+        return kinds[request.param]()
+    except UnsupportedModelError as error:
+        pytest.skip(str(error))
 
 
 @dataclass
@@ -191,7 +171,7 @@ class Player:
             starts=np.array(starts, np.int32),
             is_sampled=np.ones(len(seats), np.bool_),
             arrivals=arrivals,
-            drafts=runs_of(runs) if any(runs) else None,
+            drafts=runs_of(*runs) if any(runs) else None,
             masks=self.masks(seats, runs, ~late),
             late_masks=late if late.any() else None,
             hidden_rows=np.array([seat in WITH_HIDDEN for seat in seats]),
@@ -248,24 +228,26 @@ class Player:
         self.collect(last)
         return self.result()
 
+    def play_pairs(self, drafts):
+        """Each second step is submitted behind the first: its drafts follow a token that is not known yet."""
+        while left := [seat for seat in range(len(PROMPTS)) if len(self.outputs[seat]) < NUM_NEW]:
+            self.drafts = None
+            first = self.step_of(left)[0]
+            self.drafts = drafts
+            second, runs, late = self.step_of(left, frozenset(left))
+            self.collect(first)
+            if second.late_masks is not None:
+                self.executor.submit_masks(second.step, self.masks(left, runs, late))
+            self.collect(second)
+        return self.result()
+
     def result(self):
-        logprobs = [
-            [
-                (each.token_id, each.rank, round(each.logprob, 4), [t for t, _ in each.top_logprobs])
-                for each in one
-            ]
-            for one in self.logprobs
-        ]
-        return [one[:NUM_NEW] for one in self.outputs], [one[:NUM_NEW] for one in logprobs]
+        logprobs = [list(map(told, one[:NUM_NEW])) for one in self.logprobs]
+        return [one[:NUM_NEW] for one in self.outputs], logprobs
 
 
 def told(token):
     return token.token_id, token.rank, round(token.logprob, 4), [each for each, _ in token.top_logprobs]
-
-
-def runs_of(runs):
-    ids = [token for run in runs for token in run]
-    return Runs(np.array(ids, np.int32), np.array([len(each) for each in runs], np.int32))
 
 
 @pytest.fixture(scope="module")
@@ -295,12 +277,48 @@ def test_drafts_change_nothing(draw, expected, share_right):
     assert (player.num_accepted > 20) == (share_right > 0.5)
 
 
+@pytest.mark.parametrize("share_right", [0.0, 0.7, 1.0])
+def test_drafts_behind_a_token_in_flight_change_nothing(draw, expected, share_right):
+    rng = random.Random(4)
+
+    def drafts(seat, output):
+        known = expected[0][seat][len(output) + 1 :][: rng.randrange(5)]
+        return [token if rng.random() < share_right else rng.randrange(VOCAB) for token in known]
+
+    player = Player(OverlappedExecutor(worker_of(draw)))
+    assert player.play_pairs(drafts) == expected
+    assert (player.num_accepted > 20) == (share_right > 0.5)
+
+
+STRONG = [SamplingParams(temperature=0.0, seed=0, frequency_penalty=2.0, presence_penalty=2.0)] * 8
+
+
+def test_a_step_whose_late_masks_fail_is_computed_again(draw):
+    """Its other rows had their tokens, and a step behind it counted them; neither counts any more."""
+    tokens = Player(OverlappedExecutor(worker_of(draw)), STRONG).play()
+    player = Player(OverlappedExecutor(worker_of(draw)), STRONG)
+    seats = list(range(8))
+    player.collect(player.step_of(seats)[0])
+    first = player.step_of(seats)[0]
+    second = player.step_of(seats, frozenset(seats))[0]
+    player.collect(first)
+    player.executor.submit_masks(
+        second.step, TokenMasks(np.array([0], np.int32), np.zeros((1, 9), np.uint32))
+    )
+    player.drafts = lambda seat, output: [1, 2]
+    behind, runs, late = player.step_of(seats, frozenset(seats))
+    assert set(player.executor.collect().errors) == set(seats)
+    player.executor.submit_masks(behind.step, player.masks(seats, runs, late))
+    player.executor.collect()
+    player.number, player.drafts = first.step, None
+    assert player.play() == tokens
+
+
 def test_penalties_of_a_token_after_a_draft_see_the_draft(draw):
-    params = [SamplingParams(temperature=0.0, seed=0, frequency_penalty=2.0, presence_penalty=2.0)] * 8
-    tokens = Player(OverlappedExecutor(worker_of(draw)), params, is_masked=False).play()[0]
+    tokens = Player(OverlappedExecutor(worker_of(draw)), STRONG, is_masked=False).play()[0]
     drafted = Player(
         OverlappedExecutor(worker_of(draw)),
-        params,
+        STRONG,
         drafts=lambda seat, output: tokens[seat][len(output) : len(output) + 6],
         is_masked=False,
     )
@@ -424,13 +442,14 @@ def test_what_waits_is_counted():
     assert waits.found == ["index", "_local_scalar_dense", "index_put_"]
 
 
+@pytest.mark.parametrize("draw", ["device"], indirect=True)
 @pytest.mark.parametrize("number", range(len(PARAMS)))
-def test_a_draw_on_a_device_waits_for_it_only_if_a_processor_reads_the_output(native, monkeypatch, number):
+def test_a_draw_on_a_device_waits_for_it_only_if_a_processor_reads_the_output(draw, monkeypatch, number):
     """Neither log-probabilities nor penalties, edits, masks and drafts take anything to the host."""
     waits, settled = Waits(), []
-    worker = worker_of(DeviceDraw(native))
+    worker = worker_of(draw)
     tokens = worker._tokens
-    launch, settle, draw, change = tokens.launch, tokens._settle, tokens._draw, tokens._draw.change
+    launch, settle, change = tokens.launch, tokens._settle, draw.change
 
     def counted(*arguments):
         with waits:

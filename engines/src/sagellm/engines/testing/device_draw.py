@@ -1,27 +1,43 @@
-"""Stands in for a kernel that draws on a device, for tests without one."""
+"""A kernel that draws on a device, for tests without one."""
 
 from __future__ import annotations
 
 import torch
 
+from sagellm.accel.native import NativeDraw
 from sagellm.engines.sampling.draws import IN_PROMPT, DeviceChanges
 
 
-def change_logits(logits: torch.Tensor, changes: DeviceChanges) -> None:
-    """Do what `DeviceDraw.change` does, row by row with torch."""
-    for row, counts_row, mask_row, begin, num_drafts, *penalties in changes.plan.tolist():
-        values = logits[int(row)]
-        if counts_row >= 0:
-            count = changes.counts[int(counts_row)].clone()
-            for token in changes.drafts[int(begin) : int(begin + num_drafts)].tolist():
-                count[token] += 1
-            values[:] = _penalised(values, count, *penalties)
-        if mask_row >= 0:
-            bits = changes.masks[int(mask_row), :, None] >> torch.arange(32, dtype=torch.int32) & 1
-            values[bits.flatten()[: len(values)] == 0] = -torch.inf
-    flat = logits.view(-1)
-    for place, addend in zip(changes.edited.tolist(), changes.addends, strict=True):
-        flat[place] = -torch.inf if addend == -torch.inf else flat[place] + addend
+class DeviceDrawOnCPU:
+    """A `DeviceDraw` on a CPU: tokens by the native kernel, changes by torch, row by row.
+
+    Raises UnsupportedModelError if the native library does not run here.
+    """
+
+    def __init__(self) -> None:
+        self._native = NativeDraw()
+        self.num_draws = 0
+
+    def __call__(self, logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
+        """Return tokens (rows,)."""
+        self.num_draws += 1
+        return self._native(logits, settings)
+
+    def change(self, logits: torch.Tensor, changes: DeviceChanges) -> None:
+        """Change rows of logits (rows, vocab) in place."""
+        for row, counts_row, mask_row, begin, num_drafts, *penalties in changes.plan.tolist():
+            values = logits[int(row)]
+            if counts_row >= 0:
+                count = changes.counts[int(counts_row)].clone()
+                for token in changes.drafts[int(begin) : int(begin + num_drafts)].tolist():
+                    count[token] += 1
+                values[:] = _penalised(values, count, *penalties)
+            if mask_row >= 0:
+                bits = changes.masks[int(mask_row), :, None] >> torch.arange(32, dtype=torch.int32) & 1
+                values[bits.flatten()[: len(values)] == 0] = -torch.inf
+        flat = logits.view(-1)
+        for place, addend in zip(changes.edited.tolist(), changes.addends, strict=True):
+            flat[place] = -torch.inf if addend == -torch.inf else flat[place] + addend
 
 
 def _penalised(

@@ -1,4 +1,4 @@
-"""What changes logits before they are drawn on a device, collected without waiting for it."""
+"""What changes logits before tokens are drawn on a device, collected without waiting for it."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class PlannedChanges:
             self._of(row)[2] = place
         device = counts.device
         words = np.stack(list(masks.values())).view(np.int32) if masks else np.zeros((1, 1), np.int32)
-        edited, addends = self._sorted_edits(vocab_size)
+        edited, addends = self._joined_edits(vocab_size)
         return DeviceChanges(
             plan=upload(np.array(list(self._columns.values())).reshape(-1, 8), device),
             counts=counts,
@@ -143,7 +143,7 @@ class PlannedChanges:
     def _of(self, row: int) -> list[float]:
         return self._columns.setdefault(row, [float(row), _NONE, _NONE, 0.0, 0.0, 1.0, 0.0, 0.0])
 
-    def _sorted_edits(self, vocab_size: int) -> tuple[Longs, npt.NDArray[np.float32]]:
+    def _joined_edits(self, vocab_size: int) -> tuple[Longs, npt.NDArray[np.float32]]:
         """Return the edits, without what would be added to forbidden tokens."""
         if not self._edits:
             return np.empty(0, np.int64), np.empty(0, np.float32)

@@ -35,8 +35,8 @@ class LaunchedStep:
     output: StepOutput | None = None
 
 
-class StepTokens(ABC):
-    """Draws the tokens of steps, and has them for the next one.
+class StepDraws(ABC):
+    """Draws the tokens of steps, and provides them to the next one.
 
     For each step, the worker calls `fill_in`, launches the forward pass, calls `launch`, `add_masks` if rows
     wait for masks, and at last `finish`; the next step may be launched before that.
@@ -68,7 +68,7 @@ class StepTokens(ABC):
         """Return the output, waiting for it if need be."""
 
 
-class HostTokens(StepTokens):
+class HostTokens(StepDraws):
     """Draws at once."""
 
     def __init__(self, draw: RowDraw, state: SeatState) -> None:
@@ -99,8 +99,7 @@ class HostTokens(StepTokens):
 
     def add_masks(self, launched: LaunchedStep, masks: TokenMasks) -> None:
         """Draw the rows that waited."""
-        if launched.waiting is None:
-            raise EngineError(f"step {launched.step.step} does not wait for masks")
+        assert launched.waiting is not None, "some rows wait"
         self._draw_some(launched, launched.waiting, masks)
         launched.waiting = launched.logits = None
         assert launched.tokens is not None, "a step with rows that wait has tokens"

@@ -1,4 +1,4 @@
-"""Tokens that a kernel draws; they stay on the device, from where the next step takes them."""
+"""Tokens that a kernel draws on a device; they stay there, where the next step takes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sagellm.engines.sampling.logprobs import token_logprobs, with_logprobs
 from sagellm.engines.sampling.random import numbers_of
 from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.worker.device_changes import DeviceCounts, PenalisedRow, PlannedChanges, upload
-from sagellm.engines.worker.host_tokens import LaunchedStep, StepTokens, output_of
+from sagellm.engines.worker.host_tokens import LaunchedStep, StepDraws, output_of
 from sagellm.engines.worker.masks import Words, masks_at
 from sagellm.engines.worker.sampled import Ints, Places, Sampled, sampled_positions
 from sagellm.engines.worker.seat_draws import RowSettings, SeatDraws, Seats
@@ -46,11 +46,11 @@ class LateStep(LaunchedStep):
     parts: list[_Part] = field(default_factory=list)
 
 
-class LateTokens(StepTokens):
-    """Draws for whole steps on the device, and has the last token of each seat there.
+class LateTokens(StepDraws):
+    """Draws whole steps on the device, and keeps the last token of each seat there.
 
-    Masks, penalties, edits and log-probabilities are made there too. Only a logits processor that needs the
-    output on the host waits for the steps in flight.
+    Masks, penalties, edits and log-probabilities are computed there too. Only a logits processor that needs
+    the output on the host waits for the steps in flight.
     """
 
     def __init__(self, draw: DeviceDraw, sampler: Sampler, draws: SeatDraws, state: SeatState) -> None:
@@ -107,9 +107,8 @@ class LateTokens(StepTokens):
 
     def add_masks(self, launched: LaunchedStep, masks: TokenMasks) -> None:
         """Draw the rows that waited."""
-        if launched.waiting is None or launched.logits is None:
-            raise EngineError(f"step {launched.step.step} does not wait for masks")
         assert isinstance(launched, LateStep), "it launched the step"
+        assert launched.logits is not None, "logits stay while rows wait"
         self._draw_some(launched, launched.waiting, launched.logits, masks)
         launched.waiting = launched.logits = None
 
@@ -118,6 +117,7 @@ class LateTokens(StepTokens):
         assert isinstance(launched, LateStep), "it launched the step"
         if launched in self._in_flight:
             self._in_flight.remove(launched)
+        self._step_of[self._step_of == launched.step.step] = 0
         if launched.waiting is not None:
             raise EngineError(f"step {launched.step.step} is collected before the masks that it waits for")
         if launched.output is None:
@@ -150,7 +150,6 @@ class LateTokens(StepTokens):
                 self._change(logits, sampled, found)
         settings = _with_numbers(self._draws.settings(sampled.seats, sampled.places), logits.shape[1])
         tokens = self._draw(logits, upload(settings, device))
-        self._remember(launched.step.step, sampled, tokens)
         columns = None
         if given is not None:
             chosen = tokens.index_select(0, upload(reported, device)).clamp(min=0)
@@ -159,6 +158,7 @@ class LateTokens(StepTokens):
             columns = token_logprobs(given, chosen, most, scratch)
         places = reported if which is None else which[reported]
         launched.parts.append(_part(which, tokens, places, num_top[reported], columns))
+        self._remember(launched.step.step, sampled, tokens)  # last: a step that fails is not waited for
 
     def _change(self, logits: torch.Tensor, sampled: Sampled, masks: dict[int, Words]) -> None:
         with_plugins = self._draws.has_plugins[sampled.seats].nonzero()[0]
@@ -223,15 +223,13 @@ class LateTokens(StepTokens):
         self._step_of[seats], self._generation[seats] = step, self._state.generation[seats]
 
     def _output(self, launched: LateStep) -> StepOutput:
-        step, sampled = launched.step, launched.sampled
+        sampled = launched.sampled
         ids = np.full(len(sampled.seats), -1, np.int32)
         for part in launched.parts:
             if part.arrived is not None:
                 part.arrived.synchronize()
             ids[slice(None) if part.which is None else part.which] = part.tokens.numpy()
         is_theirs = self._state.generation[sampled.seats] == launched.generations
-        theirs = sampled.seats[is_theirs]
-        self._step_of[theirs[self._step_of[theirs] == step.step]] = 0
         is_kept = sampled.kept(ids)
         output = output_of(launched, ids, is_kept, _logprobs(launched, ids))
         if not output.errors:

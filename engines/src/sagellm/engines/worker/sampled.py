@@ -13,7 +13,7 @@ Ints = npt.NDArray[np.int32]
 Places = npt.NDArray[np.intp]
 
 NO_DRAFT = -2
-"""Stands where no draft follows. No token is this, nor is a row without one (-1)."""
+"""In place of a draft where none follows: neither a token, nor the -1 of a row that has no distribution."""
 
 _NEVER = np.int32(2**31 - 1)
 

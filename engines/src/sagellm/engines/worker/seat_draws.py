@@ -16,11 +16,11 @@ from sagellm.engines.sampling.processors.counting import SparseProcessor
 from sagellm.engines.sampling.random import key_of
 from sagellm.engines.sampling.rows import LogitsStates, SamplingRow
 from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.worker.masks import Words
 from sagellm.engines.worker.sampled import Sampled
 from sagellm.engines.worker.seat_state import SeatState
 
 Seats = npt.NDArray[np.int32]
-Mask = npt.NDArray[np.uint32]
 
 
 class RowSettings(NamedTuple):
@@ -35,7 +35,7 @@ class SparseChanges(NamedTuple):
     """What changes a sequence's logits a token at a time."""
 
     processors: Sequence[tuple[SparseProcessor[Any], Any]]  # and the sequence's state in each
-    mask: Mask | None  # of all its positions
+    mask: Words | None  # of all its positions
 
     def edits(self, output_token_ids: npt.NDArray[np.int32]) -> list[Edits]:
         """Return the changes of the processors after an output."""
@@ -99,7 +99,7 @@ class SeatDraws:
             penalties = self._penalties[seat] = SequencePenalties(arrival.params, prompt, vocab_size)
         return penalties
 
-    def rows(self, sampled: Sampled, masks: dict[int, Mask]) -> list[SamplingRow]:
+    def rows(self, sampled: Sampled, masks: dict[int, Words]) -> list[SamplingRow]:
         """Return positions as the sampler takes them, with the masks of some of them."""
         return [
             self._row(seat, place, masks.get(index))
@@ -108,7 +108,7 @@ class SeatDraws:
             )
         ]
 
-    def _row(self, seat: int, place: int, mask: Mask | None) -> SamplingRow:
+    def _row(self, seat: int, place: int, mask: Words | None) -> SamplingRow:
         arrival = self._state[seat]
         row = SamplingRow(
             params=arrival.params,

@@ -14,7 +14,7 @@ from sagellm.core.protocols.engine import PromptScores
 from sagellm.core.protocols.step import CopyBlocks, HostBuffers, KVOp, ReadBlocks, Runs, TokenMasks
 from sagellm.engines.sampling.draws import DeviceDraw, HostDraw
 from sagellm.engines.sampling.sampler import Sampler
-from sagellm.engines.worker.host_tokens import HostTokens, LaunchedStep, StepTokens
+from sagellm.engines.worker.host_tokens import HostTokens, LaunchedStep, StepDraws
 from sagellm.engines.worker.model_runner import ModelRunner
 from sagellm.engines.worker.row_draws import KernelDraw, SamplerDraw
 from sagellm.engines.worker.seat_draws import SeatDraws
@@ -132,7 +132,7 @@ class Worker:
         return scores
 
 
-def _tokens_of(draw: HostDraw | DeviceDraw | None, sampler: Sampler, state: SeatState) -> StepTokens:
+def _tokens_of(draw: HostDraw | DeviceDraw | None, sampler: Sampler, state: SeatState) -> StepDraws:
     draws = SeatDraws(state, sampler)
     if draw is None:
         return HostTokens(SamplerDraw(sampler, draws), state)
