@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from sagellm.core import DraftProposerProtocol, Namespace
@@ -14,6 +13,7 @@ from sagellm.engines.drafts.ngram import NgramProposer
 from sagellm.engines.drafts.occurrences import BREAK, Occurrences, continuation
 from sagellm.engines.drafts.suffix import SuffixProposer
 from sagellm.testing import DraftProposerContract
+from sagellm.testing.draft_proposer import ints
 
 HERE, THERE = Namespace("a"), Namespace("b")
 CHANCE = random.Random(1)
@@ -32,10 +32,6 @@ class TestSuffix(DraftProposerContract):
 class TestSmallSuffix(DraftProposerContract):
     def make(self) -> DraftProposerProtocol:
         return SuffixProposer(max_kept_tokens=64, min_match=1)
-
-
-def ints(*values: int) -> Any:
-    return np.array(values, np.int32)
 
 
 def draft(proposer: Any, tokens: list[int], most: int = 100, *, seat: int = 0, prompt: int = 1) -> list[int]:

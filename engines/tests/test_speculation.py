@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from functools import partial
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -46,8 +44,8 @@ def told(outputs: list[Any]) -> list[Any]:
     ]
 
 
-def generate(engine: LLMEngine) -> list[Any]:
-    prompts, params = zip(*JOBS, strict=True)
+def generate(engine: LLMEngine, most: int | None = None) -> list[Any]:
+    prompts, params = zip(*JOBS[:most], strict=True)
     return told(engine.generate(list(prompts), list(params)))
 
 
@@ -61,7 +59,9 @@ def expected(make_engine: Callable[..., LLMEngine]) -> list[Any]:
     return generate(make_engine())
 
 
-@pytest.mark.parametrize("length", range(1, 17))
+@pytest.mark.parametrize(
+    "length", [*range(1, 9), *(pytest.param(each, marks=pytest.mark.full) for each in range(9, 16)), 16]
+)
 def test_drafts_of_any_length_change_no_token(make_engine, all_blocks_are_back, expected, length):
     name = ("ngram", "suffix")[length % 2]
     depth, room = (OVERLAPPED, {})[length // 2 % 2], (TIGHT, {})[length // 4 % 2]
@@ -139,36 +139,24 @@ BAD_DRAFTS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class Failing(FunctionProposer):
-    """Fails in one of its methods."""
+def replace(made: FunctionProposer, method: str, act: Callable[..., Any]) -> list[None]:
+    """Have a proposer do something else in a method; return a list that grows with each call."""
+    calls: list[None] = []
 
-    def __init__(self, method: str, act: Callable[..., Any]) -> None:
-        super().__init__(lambda tokens: [[1, 2] for _ in tokens])
-        self._method, self._act = method, act
-        self.num_failures = 0
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(None)
+        return act(*arguments, **options)
 
-    def __getattribute__(self, name: str) -> Any:
-        if name != object.__getattribute__(self, "__dict__").get("_method"):
-            return super().__getattribute__(name)
-
-        def fail(*arguments: Any, **options: Any) -> Any:
-            self.num_failures += 1
-            return self._act(*arguments, **options)
-
-        return fail
-
-
-def put(engine: LLMEngine, proposer: FunctionProposer) -> None:
-    engine.client.core.parts.speculation.proposer = proposer
+    setattr(made, method, call)
+    return calls
 
 
 @pytest.mark.parametrize("what", BAD_DRAFTS)
 def test_a_proposer_that_lies_is_not_asked_again(make_engine, all_blocks_are_back, expected, caplog, what):
     engine = make_engine(**TIGHT, **DRAFTING)
-    bad = Failing("propose", BAD_DRAFTS[what])
-    put(engine, bad)
-    assert generate(engine) == expected
-    assert bad.num_failures == 1
+    calls = replace(propose_with(engine, lambda tokens: []), "propose", BAD_DRAFTS[what])
+    assert generate(engine, 4) == expected[:4]
+    assert len(calls) == 1
     assert of(engine).failure
     assert of(engine).num_drafts == 0
     assert all_blocks_are_back(engine)
@@ -179,13 +167,13 @@ def test_a_proposer_that_lies_is_not_asked_again(make_engine, all_blocks_are_bac
 @pytest.mark.parametrize("method", ["arrived", "extended", "departed", "metrics"])
 def test_a_method_that_raises_changes_no_token(make_engine, all_blocks_are_back, expected, method):
     engine = make_engine(**DRAFTING)
-    bad = Failing(method, lambda *_, **__: 1 // 0)
-    put(engine, bad)
+    made = propose_with(engine, lambda tokens: [[1, 2] for _ in tokens])
+    calls = replace(made, method, lambda *_, **__: 1 // 0)
     assert generate(engine) == expected
     assert all_blocks_are_back(engine)
     is_ended = method != "metrics"
     assert ("ZeroDivisionError" in of(engine).failure) == is_ended
-    assert bad.num_failures == 1 or not is_ended
+    assert len(calls) == 1 or not is_ended
     assert engine.metrics().modules["draft_proposer"] is not None
 
 
@@ -206,24 +194,44 @@ def test_a_proposer_that_writes_into_what_it_is_given_changes_nothing(make_engin
             seats[:] = most[:] = 0
             return draft
 
-    put(engine, Scribbler(lambda tokens: [[3, 4] for _ in tokens]))
-    assert generate(engine) == expected
+    engine.client.core.parts.speculation.proposer = Scribbler(lambda tokens: [[3, 4] for _ in tokens])
+    assert generate(engine, 8) == expected[:8]
     assert of(engine).failure == ""
 
 
-@pytest.mark.parametrize(("slow_ns", "too_slow_ns", "num_calls"), [(1, 1 << 60, 3), (1 << 60, 1, 1)])
-def test_a_slow_proposer_is_not_asked_again(
-    make_engine, expected, monkeypatch, slow_ns, too_slow_ns, num_calls
-):
-    monkeypatch.setattr(speculation, "SLOW_NS", slow_ns)
-    monkeypatch.setattr(speculation, "TOO_SLOW_NS", too_slow_ns)
+SLOW, TOO_SLOW = speculation.SLOW_NS + 1, speculation.TOO_SLOW_NS + 1
+
+
+@pytest.mark.parametrize(
+    ("method", "took_ns", "num_calls"),
+    [("propose", SLOW, 3), ("propose", TOO_SLOW, 1), ("departed", TOO_SLOW, 1)],
+)
+def test_a_slow_proposer_is_not_asked_again(make_engine, expected, monkeypatch, method, took_ns, num_calls):
     engine = make_engine(**DRAFTING)
-    monkeypatch.setattr(engine.client.core.parts.speculation, "_now_ns", partial(next, count(0, 10)))
-    slow = Failing("propose", lambda seats, most: runs([], [0] * len(seats)))
-    put(engine, slow)
-    assert generate(engine) == expected
-    assert slow.num_failures == num_calls
+    made, now_ns = propose_with(engine, lambda tokens: [[] for _ in tokens]), 0
+    monkeypatch.setattr(engine.client.core.parts.speculation, "_now_ns", lambda: now_ns)
+    act = getattr(made, method)
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        nonlocal now_ns
+        now_ns += took_ns
+        return act(*arguments, **options)
+
+    calls = replace(made, method, slowly)
+    assert generate(engine, 4) == expected[:4]
+    assert len(calls) == num_calls
     assert "for a step" in of(engine).failure
+
+
+def test_a_slow_step_now_and_then_is_forgiven(make_engine):
+    made = make_engine(**DRAFTING).client.core.parts.speculation
+    for _ in range(5):
+        for took_ns in (SLOW, SLOW, *[1] * 512):
+            made._note_call(took_ns, None)
+    assert made.metrics().failure == ""
+    for _ in range(3):
+        made._note_call(SLOW, None)
+    assert "for a step" in made.metrics().failure
 
 
 def test_a_step_keeps_its_token_budget(make_engine, monkeypatch):

@@ -23,7 +23,9 @@ logger = get_logger(__name__)
 SLOW_NS, TOO_SLOW_NS = 100_000_000, 1_000_000_000
 """What the proposer may take for a step: three steps above the first, or one above the second, end it."""
 
-_MAX_SLOW = 3
+_MAX_SLOW, _FORGIVEN = 3, 1 / 256
+"""Slow steps that end it, and by how much a step that is not slow lowers their number."""
+
 _TIME_WEIGHT = 1 / 16
 """Of the last step in the mean time of the proposer."""
 
@@ -57,7 +59,7 @@ class Speculation:
         self.lengths = DraftLengths(num_seats, is_adaptive=is_adaptive)
         self._told: Ints = np.zeros(num_seats, np.int32)  # tokens, by seat
         self._generation: Ints = np.full(num_seats, -1, np.int32)  # for which this holds
-        self._name, self._failure, self._num_slow = name, "", 0
+        self._name, self._failure, self._num_slow = name, "", 0.0
         self._mean_ns = 0.0  # of the proposer, for a step
         self._num_steps = self._num_drafts = self._num_tokens = self._num_accepted = self._propose_ns = 0
         self._accepted_by_place: npt.NDArray[np.int64] = np.zeros(MAX_DRAFT, np.int64)
@@ -94,8 +96,7 @@ class Speculation:
                 self._tell(np.array([seat], np.intp))
             self.proposer.departed(seat, is_over=is_over)
         self._generation[seat] = -1
-        self._propose_ns += self._now_ns() - began_ns
-        self._end_if(failure.error)
+        self._note_call(self._now_ns() - began_ns, failure.error)
 
     def learn(self, drafted: DraftedRows) -> None:
         """Note what became of a step's drafts."""
@@ -145,15 +146,13 @@ class Speculation:
             proposed = self.proposer.propose(seats.astype(np.int32), asked.copy())
             draft = _checked(proposed, asked, self._vocab_size)
         took_ns = self._now_ns() - began_ns
-        self._propose_ns += took_ns
         self._mean_ns += _TIME_WEIGHT * (took_ns - self._mean_ns)
-        if failure.error is not None:
-            self._end_if(failure.error)
-            return None
-        self._note_time(took_ns)
+        self._note_call(took_ns, failure.error)
         if draft is None or not len(draft.ids):
             return None
-        return _without_first(draft, in_flight) if np.count_nonzero(in_flight) else draft
+        if np.count_nonzero(in_flight):
+            return _cut(draft, in_flight, np.maximum(draft.counts - in_flight, 0))
+        return draft
 
     def _reserved(self, planned: PlannedStep, rows: Places, draft: Runs, budget: int) -> PlannedStep:
         """Add drafts to these rows of a step, as far as there are tokens and blocks for them."""
@@ -166,14 +165,13 @@ class Speculation:
         num_tokens = self._seats.num_computed.take(seats) + 1 + counts[given]
         if without := self._kv.reserve(seats, num_tokens):
             counts[given[without]] = 0
-        ids = draft.ids
-        if len(ids) != (num_ids := int(counts.sum())):
-            ids = _cut(draft, counts)
-        if not num_ids:
+        if not (num_ids := int(counts.sum())):
             return planned
+        if len(draft.ids) != num_ids:
+            draft = _cut(draft, np.zeros_like(counts), counts)
         of_all = np.zeros(len(planned.seats), np.int32)
         of_all[rows] = counts
-        return PlannedStep(planned.seats, planned.num_new + of_all, Runs(ids, of_all))
+        return PlannedStep(planned.seats, planned.num_new + of_all, Runs(draft.ids, of_all))
 
     def _tell(self, seats: Places) -> None:
         """Tell the proposer what it does not know yet of these sequences."""
@@ -198,14 +196,15 @@ class Speculation:
         self.proposer.extended(behind.astype(np.int32), Runs(ids, counts))
         told[behind] = known[rows]
 
-    def _note_time(self, took_ns: int) -> None:
-        self._num_slow += took_ns > SLOW_NS
-        if took_ns > TOO_SLOW_NS or self._num_slow >= _MAX_SLOW:
-            self._end(f"it took {took_ns / 1e9:.3g} s for a step; {SLOW_NS / 1e9:g} s are too long")
-
-    def _end_if(self, error: BaseException | None) -> None:
+    def _note_call(self, took_ns: int, error: BaseException | None) -> None:
+        """Note what calls took and whether they failed; end the proposer if it did, or is too slow."""
+        self._propose_ns += took_ns
+        is_slow = took_ns > SLOW_NS
+        self._num_slow = self._num_slow + 1 if is_slow else max(0.0, self._num_slow - _FORGIVEN)
         if error is not None:
             self._end(described(error))
+        elif took_ns > TOO_SLOW_NS or self._num_slow >= _MAX_SLOW:
+            self._end(f"it took {took_ns / 1e9:.3g} s for a step; more than {SLOW_NS / 1e9:g} s is too long")
 
     def _end(self, reason: str) -> None:
         self._failure = reason
@@ -232,15 +231,8 @@ def _checked(proposed: object, most: Ints, vocab_size: int) -> Runs:
     return Runs(ids.astype(np.int32), counts.astype(np.int32))
 
 
-def _without_first(draft: Runs, numbers: Ints) -> Runs:
-    """Return runs without the first few tokens of each."""
+def _cut(draft: Runs, starts: Ints, counts: Ints) -> Runs:
+    """Return `counts` tokens of each run, from its token `starts` on."""
     within = np.arange(len(draft.ids)) - np.repeat(np.cumsum(draft.counts) - draft.counts, draft.counts)
-    kept = within >= np.repeat(numbers, draft.counts)
-    return Runs(draft.ids[kept], np.maximum(draft.counts - numbers, 0))
-
-
-def _cut(draft: Runs, counts: Ints) -> Ints:
-    """Return the first `counts` tokens of each run."""
-    within = np.arange(len(draft.ids)) - np.repeat(np.cumsum(draft.counts) - draft.counts, draft.counts)
-    ids: Ints = draft.ids[within < np.repeat(counts, draft.counts)]
-    return ids
+    begins, ends = np.repeat(starts, draft.counts), np.repeat(starts + counts, draft.counts)
+    return Runs(draft.ids[(within >= begins) & (within < ends)], counts)
