@@ -8,7 +8,7 @@ import pytest
 
 from sagellm.core import EngineError, InvalidRequestError, PluginRegistry, Provider, hookimpl
 from sagellm.engines import SamplingParams
-from sagellm.engines.engine_core.preparing import MAX_CACHED
+from sagellm.engines.engine_core import preparing
 from sagellm.engines.testing.choice_grammar import ChoiceGrammar
 from sagellm.engines.testing.drafts import DRAFTING, propose_with
 
@@ -33,6 +33,25 @@ class Failing(ChoiceGrammar):
         return super().mask(state, words)
 
 
+class Unstartable(ChoiceGrammar):
+    def start(self, compiled):
+        raise RuntimeError("no start today")
+
+
+class Slow(ChoiceGrammar):
+    """Is made when its engine closes."""
+
+    begun, closing, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def __init__(self, vocabulary):
+        super().__init__(vocabulary)
+        self.begun.set()
+        self.closing.wait(30)
+
+    def close(self):
+        self.closed.set()
+
+
 class Lying(ChoiceGrammar):
     """Allows what it does not accept."""
 
@@ -47,7 +66,7 @@ class Plugin:
     def sagellm_providers(self):
         return [
             Provider("grammar", each.__name__.lower(), f"{__name__}:{each.__name__}", "for tests")
-            for each in (ChoiceGrammar, Held, Failing, Lying)
+            for each in (ChoiceGrammar, Held, Failing, Lying, Slow, Unstartable)
         ]
 
 
@@ -189,16 +208,20 @@ def test_a_row_that_fails_does_not_move_the_grammars_of_others(with_grammar):
     assert num_calls > 3
 
 
-@pytest.mark.parametrize(("name", "told"), [("failing", "no mask today"), ("lying", "does not allow there")])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("failing", "no mask today"), ("lying", "does not allow there"), ("unstartable", "no start today")],
+)
 def test_a_grammar_that_fails_ends_its_sequence_alone(with_grammar, name, told):
     engine = with_grammar(name)
     plain = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
     masked = SamplingParams(max_tokens=12, seed=5, structured_outputs={"choice": CHOICES})
     expected = engine.generate([PROMPT], plain)[0].outputs[0].token_ids
-    failed, sound = engine.generate([PROMPT, PROMPT], [masked, plain])
-    assert failed.outputs[0].finish_reason == "error"
-    assert told in failed.outputs[0].error
-    assert sound.outputs[0].token_ids == expected
+    for _ in range(2):  # then the text is compiled already
+        failed, sound = engine.generate([PROMPT, PROMPT], [masked, plain])
+        assert failed.outputs[0].finish_reason == "error"
+        assert told in failed.outputs[0].error
+        assert sound.outputs[0].token_ids == expected
 
 
 def test_while_a_grammar_compiles_its_sequence_is_not_scheduled_and_others_run(with_grammar):
@@ -234,15 +257,27 @@ def test_a_sequence_whose_grammar_compiles_can_be_aborted_and_be_late(with_gramm
     engine.close()
 
 
-def test_equal_texts_are_compiled_once_and_few_are_kept(with_grammar):
+def test_a_provider_that_is_made_while_the_engine_closes_is_closed(with_grammar, monkeypatch):
+    engine = with_grammar("slow")
+    engine.add_request(PROMPT, SamplingParams(structured_outputs={"choice": CHOICES}))
+    assert Slow.begun.wait(30)
+    thread = engine.client.core._preparing._thread
+    join = thread.join
+    monkeypatch.setattr(thread, "join", lambda timeout: (Slow.closing.set(), join(timeout)))
+    engine.close()
+    assert Slow.closed.is_set()
+
+
+def test_equal_texts_are_compiled_once_and_few_are_kept(with_grammar, monkeypatch):
+    monkeypatch.setattr(preparing, "MAX_CACHED", 4)
     engine = with_grammar()
     ask(engine, n=3)
     ask(engine)
     metrics = engine.metrics().modules["grammar"]
     assert (metrics.num_compiled, metrics.num_cached, metrics.num_requested) == (1, 1, {"choice": 4})
-    for number in range(MAX_CACHED + 5):
+    for number in range(9):
         ask(engine, [f"{number}"])
-    assert len(engine.client.core._preparing._compiled) == MAX_CACHED
+    assert len(engine.client.core._preparing._compiled) == 4
     metrics = engine.metrics().modules["grammar"]
     assert metrics.num_masks == metrics.provider.num_masks > 0
 

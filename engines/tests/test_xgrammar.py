@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import numpy as np
 import pytest
 
-from sagellm.core import ConfigError, InvalidRequestError
+from sagellm.core import ConfigError, EngineError, InvalidRequestError
 from sagellm.core.protocols.grammar import Vocabulary
-from sagellm.engines.grammar.compile_process import CompileProcess
+from sagellm.engines.grammar.compile_process import CompileLimits, CompileProcess
 from sagellm.engines.grammar.provider import XGrammar
 from sagellm.engines.grammar.vocabulary import from_bytes, to_bytes, vocabulary_of
 from sagellm.testing import GrammarContract
 from sagellm.testing.grammar import KIT_VOCABULARY
+from sagellm.testing.patience import wait_until
 
 pytest.importorskip("xgrammar")
 
@@ -68,6 +70,26 @@ def test_a_process_that_was_killed_starts_again(provider):
     provider._process._process.kill()
     provider._process._process.wait()
     provider.prepare("choice", '["after"]')
+
+
+def test_closing_it_ends_a_compilation_and_starts_no_process_again():
+    made = CompileProcess(KIT_VOCABULARY, CompileLimits(), max_whitespace=8, additional_properties=False)
+    errors = []
+
+    def prepare():
+        try:
+            made.compile("choice", '["a"]')
+        except EngineError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=prepare)
+    thread.start()
+    wait_until(lambda: made._process is not None)
+    process = made._process
+    made.close()
+    thread.join(60)
+    assert process.returncode is not None
+    assert (made._process, len(errors)) == (None, 1)
 
 
 def test_texts_of_any_characters_can_be_chosen(provider):

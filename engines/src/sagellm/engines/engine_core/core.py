@@ -17,6 +17,7 @@ from sagellm.core import (
     EngineProtocol,
     ExecutorProtocol,
     FinishReason,
+    InvalidRequestError,
     KVSavesProtocol,
     LifetimePredictorProtocol,
     OutOfBlocksError,
@@ -37,7 +38,7 @@ from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.observers import Observers
 from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.predictions import Predictions
-from sagellm.engines.engine_core.preparing import Preparing, is_callers
+from sagellm.engines.engine_core.preparing import Preparing
 from sagellm.engines.engine_core.scheduler import Scheduler
 from sagellm.engines.engine_core.sequence import RequestStatus, Sequence
 from sagellm.engines.engine_core.speculation import Speculation
@@ -305,9 +306,10 @@ class EngineCore(EngineProtocol):
         for sequence, error in self._preparing.prepared():
             self.scheduler.add(sequence)
             if error is not None:
-                told = str(error) if is_callers(error) else self.parts.registry.describe(error)
+                is_refused = isinstance(error, InvalidRequestError)
+                told = str(error) if is_refused else self.parts.registry.describe(error)
                 ended = self._end(sequence.sequence_id, "error", told)
-                outputs.add(replace(ended, is_refused=is_callers(error)))
+                outputs.add(replace(ended, is_refused=is_refused))
 
     def _sequence(self, sequence_id: SequenceId) -> Sequence:
         source = self._preparing if sequence_id in self._preparing else self.scheduler

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from sagellm.core import Clock, EngineError, InvalidRequestError, SequenceId
+from sagellm.core import Clock, InvalidRequestError, SequenceId
 from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.grammar import GrammarProtocol, StructuredOutputMetrics, StructureKind
 from sagellm.engines.engine_core.sequence import Sequence
@@ -64,6 +64,7 @@ class Preparing:
         self._done: SimpleQueue[_Done] = SimpleQueue()
         self._has_news = threading.Event()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
         self._metrics = StructuredOutputMetrics()
 
     def __len__(self) -> int:
@@ -88,20 +89,21 @@ class Preparing:
         key = asked.kind, asked.text
         kinds = self._metrics.num_requested
         kinds[asked.kind] = kinds.get(asked.kind, 0) + 1
+        failed = None
         if key in self._compiled:
             self._compiled.move_to_end(key)
-            self._metrics.num_cached += 1
-            self._start(sequence, self._compiled[key])
-            return True
+            with contained() as failure:
+                self._start(sequence, self._compiled[key])
+                self._metrics.num_cached += 1
+                return True
+            failed = failure.error
         self._key_of[sequence.sequence_id] = key
-        if key in self._waiting:
-            self._waiting[key].append(sequence)
-            return False
-        self._waiting[key] = [sequence]
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="sagellm-grammars", daemon=True)
-            self._thread.start()
-        self._asked.put(key)
+        is_asked = key in self._waiting
+        self._waiting.setdefault(key, []).append(sequence)
+        if failed is not None:
+            self._done.put(_Done(key, None, failed, 0))
+        elif not is_asked:
+            self._ask(key)
         return False
 
     def prepared(self) -> Iterator[Prepared]:
@@ -162,11 +164,18 @@ class Preparing:
 
     def close(self) -> None:
         """End the thread and the provider."""
+        self._is_closed = True
         if self._provider is not None:
             self._provider.close()  # which ends a compilation that runs
         if self._thread is not None:
             self._asked.put(None)
             self._thread.join(timeout=5.0)
+
+    def _ask(self, key: _Key) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sagellm-grammars", daemon=True)
+            self._thread.start()
+        self._asked.put(key)
 
     def _start(self, sequence: Sequence, compiled: Any) -> None:
         assert self._provider is not None, "it has compiled something"
@@ -174,12 +183,15 @@ class Preparing:
         sequence.take_grammar(SequenceGrammar(self._provider, state, sequence.params.min_tokens))
 
     def _run(self) -> None:
-        while (key := self._asked.get()) is not None:
+        while (key := self._asked.get()) is not None and not self._is_closed:
             started_ns = self._clock.now_ns()
             compiled = None
             with contained() as failure:
                 if self._provider is None:
                     self._provider = self._make()
+                    if self._is_closed:  # while it was made
+                        self._provider.close()
+                        return
                 compiled = self._provider.prepare(*key)
             error = failure.error
             failure.error = None
@@ -188,12 +200,7 @@ class Preparing:
 
 
 def no_grammar() -> Grammar:
-    """Refuse every structured output: of a core that was built without a vocabulary."""
+    """Refuse every structured output, in a core that has no vocabulary."""
     raise InvalidRequestError(
         "structured outputs need the text of the model's tokens, and there is no tokenizer"
     )
-
-
-def is_callers(error: BaseException) -> bool:
-    """Say whether an error is that of the request, and not of the engine."""
-    return isinstance(error, InvalidRequestError) and not isinstance(error, EngineError)

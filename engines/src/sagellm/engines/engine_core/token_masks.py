@@ -95,7 +95,7 @@ class GrammarMasks:
 
 
 def _take(grammar: SequenceGrammar, token_ids: list[int]) -> BaseException | None:
-    """Append committed tokens to a grammar's state; return what is wrong with them, or with it."""
+    """Append committed tokens to a grammar's state; return why one may not follow, or how it failed."""
     with contained() as failure:
         num_taken = grammar.provider.advance(grammar.state, token_ids)
         if num_taken < len(token_ids):

@@ -42,11 +42,12 @@ class CompileLimits:
 
 
 class CompileProcess:
-    """The process as its user sees it; one thread makes all calls. It starts with the first text."""
+    """The process as its user sees it, from the first text on. One thread makes all calls but `close`."""
 
     def __init__(self, vocabulary: Vocabulary, limits: CompileLimits, **options: object) -> None:
         self._vocabulary, self._limits, self._options = vocabulary, limits, options
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
 
     def compile(self, kind: StructureKind, text: str) -> bytes:
         """Return the compiled form of a text, as xgrammar writes it.
@@ -61,9 +62,9 @@ class CompileProcess:
                 _write(process.stdin, request)
                 answer = _read(process.stdout, _START_S + 4 * self._limits.seconds)
                 break
-            except (OSError, EOFError) as error:
-                self.close()
-                if is_last:
+            except (OSError, EOFError, ValueError) as error:  # `close` may close the pipes
+                self._end()
+                if is_last or self._is_closed:
                     raise EngineError(f"the process that compiles grammars has ended: {error}") from error
         if answer[:1] == _OK:
             return answer[1:]
@@ -71,7 +72,11 @@ class CompileProcess:
         raise InvalidRequestError(message) if answer[:1] == _REFUSED else EngineError(message)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, also from another thread while a text is compiled, and start none again."""
+        self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -91,11 +96,13 @@ class CompileProcess:
             start_new_session=True,  # Ctrl-C is for those who serve
         )
         try:
+            if self._is_closed:
+                raise OSError("it is closed")
             settings = {"limits": asdict(self._limits), "options": self._options}
             _write(process.stdin, json.dumps(settings).encode())
             _write(process.stdin, to_bytes(self._vocabulary))
         except OSError as error:
-            self.close()
+            self._end()
             raise EngineError(f"the process that compiles grammars cannot start: {error}") from error
         return process
 
