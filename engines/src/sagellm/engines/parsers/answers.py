@@ -1,4 +1,4 @@
-"""Whole answers, parsed: for those who have the text of one, and for servers at its end."""
+"""Parses whole answers: for callers that have the text, and for servers at the end of one."""
 
 from __future__ import annotations
 

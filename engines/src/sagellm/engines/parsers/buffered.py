@@ -189,14 +189,14 @@ class CallingParser(BufferedParser, ABC):
         self.add(ToolCallArguments(self.num_calls - 1, text))
 
 
-class JSONCallParser(CallingParser, ABC):
-    """Calls that are JSON objects with a name and arguments.
+class JSONCallParser(CallingParser):
+    """Calls that are JSON objects with a name and arguments, behind the first of the tags.
 
-    `read_call` reads one from the front of the text; then comes `after_call`, or `no_call` if it is none.
+    `read_call` reads one from the front of the text; then comes `after_call`, or `give_back` if it is none.
     """
 
-    after_call: Callable[[], bool]
-    no_call: Callable[[], bool]
+    separator, list_end = "", ""
+    """What stands between two calls, and what ends a list of them."""
     arguments_keys: tuple[str, ...] = ("arguments", "parameters")
     _other_keys = ("name", "id", "type")
 
@@ -207,8 +207,43 @@ class JSONCallParser(CallingParser, ABC):
         s = r"\s{0,64}"  # bounded, like names, as the head is read again with each delta
         self._head = re.compile(rf'\{{{s}"name"{s}:{s}"([^"\\]{{0,128}})"{s},{s}"(?:{keys})"{s}:{s}(?=\{{)')
         self._may_be = re.compile(rf'\{{{s}(?:\Z|"(?:[a-z]{{0,16}}\Z|(?:{others})"))')
+        self.opening = ""  # what was taken in front of what may be a call
         self._end: JSONEnd | None = None  # of the arguments, then of the call
         self._num_seen = 0  # characters of the text in which the end has been looked for
+
+    def begin(self) -> bool:
+        """Pass over the tag and whitespace."""
+        return self.open_call(self.text[len(self.tags[0]) :].lstrip())
+
+    def open_call(self, body: str) -> bool:
+        """Pass over what is in front of a body, and read a call there if it begins like one."""
+        if not body and not self.is_over:
+            return False
+        self.opening = self.take(len(self.text) - len(body))
+        self.state = self.read_call if body.startswith("{") else self.give_back
+        return True
+
+    def give_back(self) -> bool:
+        """Report as content what was taken for the beginning of a call; behind a tag another may begin."""
+        self.text = self.opening + self.text
+        tag = self.tags[0]
+        self.add_content(self.take(len(tag) if self.text.startswith(tag) else len(self.opening)))
+        self.opening = ""
+        self.state = self.read_content
+        return True
+
+    def after_call(self) -> bool:
+        """Read another call behind a separator, or the end of a list."""
+        rest = self.text.lstrip()
+        body = rest.removeprefix(self.separator).lstrip()
+        if not body and not self.is_over:
+            return False
+        if rest.startswith(self.separator) and body.startswith("{"):
+            return self.open_call(body)
+        if self.list_end and rest.startswith(self.list_end):
+            self.text = rest.removeprefix(self.list_end)
+        self.state = self.read_content
+        return True
 
     def read_call(self) -> bool:
         """Read the beginning of an object, at the front of the text: a call, or content."""
@@ -225,7 +260,7 @@ class JSONCallParser(CallingParser, ABC):
 
     def _refuse(self) -> bool:
         self._end, self._num_seen = None, 0
-        self.state = self.no_call
+        self.state = self.give_back
         return True
 
     def _read_whole(self) -> bool:
@@ -288,7 +323,7 @@ class JSONCallParser(CallingParser, ABC):
 def call_tags(
     tools: Sequence[FunctionTool], begin: str, end: str, *, by_schema: bool, style: str = "json"
 ) -> list[dict[str, Any]]:
-    """Return a tag for each tool; `begin` has `{name}` in the place of its name.
+    """Return a tag for each tool; `begin` has `{name}` in place of its name.
 
     Arguments are any object unless `by_schema` or the tool is strict.
     """

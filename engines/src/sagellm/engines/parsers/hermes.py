@@ -48,29 +48,8 @@ class HermesParser(JSONCallParser):
     def __init__(self, tools: Sequence[FunctionTool] | None) -> None:
         super().__init__(tools)
         self.tags = (self.open_tag,)
-        self._opening = ""  # the tag and the whitespace behind it
-        self.after_call, self.no_call = self._read_close, self._give_back
 
-    def begin(self) -> bool:
-        """Pass over the tag and whitespace."""
-        body = self.text[len(self.open_tag) :].lstrip()
-        if not body and not self.is_over:
-            return False
-        self._opening = self.take(len(self.text) - len(body))
-        self.state = self.read_body if body.startswith("{") else self._give_back
-        return True
-
-    def read_body(self) -> bool:
-        """Read what is in the tag."""
-        return self.read_call()
-
-    def _give_back(self) -> bool:
-        self.text = self._opening + self.text
-        self.add_content(self.take(len(self.open_tag)))
-        self.state = self.read_content
-        return True
-
-    def _read_close(self) -> bool:
+    def after_call(self) -> bool:
         """Pass over the closing tag, which a model may forget."""
         rest = self.text.lstrip()
         if not self.is_over and len(rest) < len(self.close_tag) and self.close_tag.startswith(rest):

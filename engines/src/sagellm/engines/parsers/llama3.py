@@ -45,49 +45,16 @@ class Llama3Parser(JSONCallParser):
     """One answer."""
 
     tags = (_TAG,)
+    separator = ";"
 
     def __init__(self, tools: Sequence[FunctionTool] | None) -> None:
         super().__init__(tools)
-        self._opening = ""  # what stands in front of an object
-        self.after_call, self.no_call = self._read_separator, self._give_back
         self.state = self._read_first
 
     def _read_first(self) -> bool:
-        """Read an object at the start of the answer."""
+        """Read a call at the start of the answer."""
         body = self.text.lstrip()
-        if not body and not self.is_over:
-            return False
-        if body.startswith("{"):
-            self._opening = self.take(len(self.text) - len(body))
-            self.state = self.read_call
-        else:
+        if body and not body.startswith("{"):
             self.state = self.read_content
-        return True
-
-    def begin(self) -> bool:
-        """Pass over the tag and whitespace."""
-        body = self.text[len(_TAG) :].lstrip()
-        if not body and not self.is_over:
-            return False
-        self._opening = self.take(len(self.text) - len(body))
-        self.state = self.read_call if body.startswith("{") else self._give_back
-        return True
-
-    def _give_back(self) -> bool:
-        self.add_content(self._opening + self.take(int(self.text.startswith("{"))))
-        self._opening = ""
-        self.state = self.read_content
-        return True
-
-    def _read_separator(self) -> bool:
-        """Read another object behind a semicolon."""
-        rest = self.text.lstrip()
-        body = rest.removeprefix(";").lstrip()
-        if not body and not self.is_over:
-            return False
-        if rest.startswith(";") and body.startswith("{"):
-            self._opening = self.take(len(self.text) - len(body))
-            self.state = self.read_call
-        else:
-            self.state = self.read_content
-        return True
+            return True
+        return self.open_call(body)

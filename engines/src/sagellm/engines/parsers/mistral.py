@@ -56,11 +56,7 @@ class MistralParser(JSONCallParser):
     """One answer. Ids have nine letters or digits, as the templates demand of those that come back."""
 
     tags = (_TAG,)
-
-    def __init__(self, tools: Sequence[FunctionTool] | None) -> None:
-        super().__init__(tools)
-        self._opening = ""
-        self.after_call, self.no_call = self._read_separator, self._give_back
+    separator, list_end = ",", "]"
 
     def new_id(self) -> str:
         """Return an id for a call."""
@@ -70,46 +66,19 @@ class MistralParser(JSONCallParser):
         """Pass over the tag, to a list or a name."""
         body = self.text[len(_TAG) :].lstrip()
         if body.startswith("["):
-            body = body[1:].lstrip()
-            then = self.read_call if body.startswith("{") else self._give_back
-        else:
-            then = self._read_name
-        if not body and not self.is_over:
-            return False
-        self._opening = self.take(len(self.text) - len(body))
-        self.state = then if body else self._give_back
-        return True
+            return self.open_call(body[1:].lstrip())
+        is_open = self.open_call(body)
+        if body:
+            self.state = self._read_name
+        return is_open
 
     def _read_name(self) -> bool:
         found = _NAMED.match(self.text)
         if found is None and not self.is_over and _MAY_BE_NAMED.fullmatch(self.text):
             return False
         if found is None or not self.knows(found[1]):
-            self.state = self._give_back
+            self.state = self.give_back
             return True
         self.start_call(found[1])
         self.take(found.end())
         return self.pass_arguments(JSONEnd(), self.read_content)
-
-    def _give_back(self) -> bool:
-        self.text = self._opening + self.text
-        size = len(_TAG) if self.text.startswith(_TAG) else len(self._opening)
-        self.add_content(self.take(size))
-        self._opening = ""
-        self.state = self.read_content
-        return True
-
-    def _read_separator(self) -> bool:
-        """Read another item of a list, or its end."""
-        rest = self.text.lstrip()
-        body = rest[1:].lstrip() if rest.startswith(",") else rest
-        if not body and not self.is_over:
-            return False
-        if rest.startswith(",") and body.startswith("{"):
-            self._opening = self.take(len(self.text) - len(body))
-            self.state = self.read_call
-            return True
-        if rest.startswith("]"):
-            self.text = rest[1:]
-        self.state = self.read_content
-        return True

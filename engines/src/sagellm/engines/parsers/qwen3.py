@@ -58,7 +58,7 @@ class Qwen3Parser(HermesParser):
         """Pass over the tag, to JSON or XML."""
         if not super().begin():
             return False
-        if self.text.startswith("<") and self.state == self._give_back:
+        if self.text.startswith("<") and self.state == self.give_back:
             self.state = self._read_function
         return True
 
@@ -69,7 +69,7 @@ class Qwen3Parser(HermesParser):
             if begins and not self.is_over and len(self.text) < _MAX_NAME and "\n" not in self.text:
                 return False
         if found is None or not self.knows(found[1]):
-            self.state = self._give_back
+            self.state = self.give_back
             return True
         self.take(found.end())
         self._num_parameters = 0
@@ -88,7 +88,7 @@ class Qwen3Parser(HermesParser):
         if rest.startswith((_END_FUNCTION, CLOSE)):
             self.take(place + len(_END_FUNCTION) * rest.startswith(_END_FUNCTION))
             self.add_arguments("}")
-            self.state = self._read_close
+            self.state = self.after_call
             return True
         key = _KEY.match(rest)
         if key is None and len(rest) >= _MAX_NAME:  # not a parameter: pass over the tag
