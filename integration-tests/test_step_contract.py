@@ -6,6 +6,7 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -74,6 +75,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "preempting": {"num_blocks": 24, "block_size": 8, "max_num_seqs": 12},
     "chunked": {"max_num_batched_tokens": 20, "block_size": 4, "num_blocks": 160},
 }
+
+
+def with_settings(*drafts: Any) -> list[Any]:
+    """Return all cases of draft, settings and depth; every other one is run only with `-m full`."""
+    cases = product(enumerate(drafts), enumerate(SETTINGS), (0, 1))
+    return [
+        pytest.param(
+            draft,
+            SETTINGS[name],
+            depth,
+            id="-".join((getattr(draft, "__name__", draft), name, str(depth))),
+            marks=[pytest.mark.full] * ((number + place + depth + 1) % 2),
+        )
+        for (number, draft), (place, name), depth in cases
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +206,7 @@ def greedy(make_small_engine) -> dict[bytes, list[int]]:
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("draft", [oracle, random_draft, adversarial])
+@pytest.mark.parametrize(("draft", "settings", "depth"), with_settings(oracle, random_draft, adversarial))
 def test_drafts_change_no_token(make_small_engine, expected, greedy, monkeypatch, draft, settings, depth):
     undrafted = expected(**settings)
     if depth:
@@ -216,9 +230,9 @@ def test_drafts_change_no_token(make_small_engine, expected, greedy, monkeypatch
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("proposer", ["ngram{min_match=1}", "suffix{min_match=1,max_tokens=9}"])
+@pytest.mark.parametrize(
+    ("proposer", "settings", "depth"), with_settings("ngram{min_match=1}", "suffix{min_match=1,max_tokens=9}")
+)
 def test_a_proposer_changes_no_token(make_small_engine, expected, monkeypatch, proposer, settings, depth):
     undrafted = expected(**settings)
     if depth:
