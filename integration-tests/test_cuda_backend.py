@@ -106,7 +106,10 @@ STEPS = [
 ]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=["qwen3", *(pytest.param(each, marks=pytest.mark.full) for each in MODELS if each != "qwen3")],
+)
 def checkpoint(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("cuda"), **SMALL | MODELS[request.param])
 
@@ -150,18 +153,21 @@ def _error(found, expected, each):
 
 
 # Random layers magnify what one value of KV is off: 1/254 of its row, 1/16 or 1/256 of itself.
+@pytest.mark.full
 @pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.03), ("float8_e4m3fn", 0.12), ("bfloat16", 0.01)])
 def test_kv_of_fewer_bits_costs_little(mild, kv_dtype, most):
     expected, found = backends(mild, kv_dtype=kv_dtype)
     assert all(0 < _error(found, expected, each) < most for each in STEPS)
 
 
+@pytest.mark.full
 def test_fp8_linears_cost_little_and_are_smaller(mild):
     expected, found = backends(mild, linears="fp8")
     assert 0 < _error(found, expected, STEPS[0]) < 0.4
     assert found.model_metrics().weight_bytes < expected.model_metrics().weight_bytes
 
 
+@pytest.mark.full
 def test_blocks_are_copied_read_and_written(qwen3):
     _, found = backends(qwen3, kv_dtype="int8")
     before = found.forward(STEPS[0])
@@ -211,6 +217,7 @@ def test_what_it_cannot_run_is_refused_with_the_reason(qwen3):
         backends(qwen3, shard=Shard(0, 2))
 
 
+@pytest.mark.full
 def test_a_decode_padded_for_a_graph_has_the_same_logits(qwen3):
     from sagellm.accel.cuda.graphs import DecodeBuffers
 
