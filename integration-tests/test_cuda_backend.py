@@ -17,7 +17,7 @@ from sagellm.engines.loading.load import open_model
 from sagellm.engines.testing import make_checkpoint
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton", reason="triton is not installed; `hatch run cuda` installs it")
+pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
 INTERPRETED = {"interpreted": DEVICE.type == "cpu"}

@@ -21,7 +21,7 @@ from sagellm.engines.testing import make_checkpoint
 from sagellm.engines.worker.device_changes import DeviceCounts, PenalisedRow, PlannedChanges
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton", reason="triton is not installed; `hatch run cuda` installs it")
+pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
 NUM_ROWS = 4
