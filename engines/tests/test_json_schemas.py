@@ -173,7 +173,7 @@ def test_what_is_not_json_or_too_deep_is_refused():
         ("email", ["joe@example.com"], ["joe", "@a", "a@b@c"]),
         ("hostname", ["a.b-c.de"], ["-a", "a-.b", "a..b", ""]),
         ("duration", ["P4DT12H30M5S", "PT1H", "P2W"], ["P", "PT", "P1D2H", "P2W1D"]),
-        ("uri", ["https://example.com/a?"[:-1]], ["example.com", "http://", "//a"]),
+        ("uri", ["https://example.com/a"], ["example.com", "http://", "//a"]),
         ("json-pointer", ["", "/a~0b/c"], ["a", "/a~"]),
     ],
 )

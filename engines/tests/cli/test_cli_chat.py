@@ -14,9 +14,9 @@ import pytest
 from sagellm.core import InvalidRequestError
 from sagellm.engines import SamplingParams
 from sagellm.engines.cli.chat.conversation import Conversation, Turn
+from sagellm.engines.cli.chat.reasoning_view import ReasoningView
 from sagellm.engines.cli.chat.session import ChatSession
 from sagellm.engines.cli.chat.terminal import Terminal
-from sagellm.engines.cli.chat.thinking_aloud import ThinkingAloud
 from sagellm.engines.parsers.reasoning import DeepSeekR1Parser, ThinkParser
 from sagellm.engines.text import ChatMessage
 
@@ -80,7 +80,7 @@ def test_answers_are_those_of_the_engine(engine):
 
 def test_reasoning_is_shown_apart_from_the_answer():
     terminal = FakeTerminal()
-    shown = ThinkingAloud(ThinkParser().start("<think>\n"), terminal)
+    shown = ReasoningView(ThinkParser().start("<think>\n"), terminal)
     for piece in ("I ", "look.\n</th", "ink>\n\nIt is", " far."):
         shown.write(piece)
     shown.end()

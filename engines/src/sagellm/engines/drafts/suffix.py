@@ -53,7 +53,7 @@ class SuffixProposer(DraftProposerProtocol):
         min_probability: float = 0.2,
         max_kept_tokens: int = 262_144,
     ) -> None:
-        """Raise ConfigError for numbers that are impossible."""
+        """Raise ConfigError for numbers out of range."""
         require_counts(max_tokens=max_tokens, min_match=min_match, max_match=max_match)
         if not 0 < factor < float("inf"):
             raise ConfigError(f"factor is {factor!r}; it must be a number above 0")

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+PROMPT_END_TOKENS = 32
+"""The end of a prompt, in which its template may have begun or ended the model's reasoning."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenParsers:

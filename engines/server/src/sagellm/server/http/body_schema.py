@@ -140,9 +140,7 @@ class Message(msgspec.Struct, frozen=True):
     @property
     def num_characters(self) -> int:
         """Characters of all its texts."""
-        num = len(self.text)
-        if self.reasoning_content or self.reasoning:
-            num += len(self.reasoning_content or self.reasoning or "")
+        num = len(self.text) + len(self.reasoning_content or self.reasoning or "")
         for call in self.tool_calls or ():
             num += len(call.function.name) + len(call.function.arguments)
         return num

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import EngineError, InvalidRequestError, get_logger
+from sagellm.engines.parsers.choice import PROMPT_END_TOKENS
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.text import ChatMessage, ChatTemplate
 from sagellm.engines.text.calls import Decode, Encode, EncodeBadWords, Render, TextRunner
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from sagellm.engines.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
-
-_END_TOKENS = 32
-"""Of a prompt, in which its template may have begun or ended the model's reasoning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +175,7 @@ class PromptEncoder:
 
     async def end_of(self, prompt: EncodedPrompt) -> str:
         """Return the end of a prompt as text, control tokens included. Raises APIError."""
-        return await self._decode(list(prompt.token_ids[-_END_TOKENS:]), "messages")
+        return await self._decode(list(prompt.token_ids[-PROMPT_END_TOKENS:]), "messages")
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
         """Return the variables by which the model's template is told how much to reason."""
@@ -260,15 +258,11 @@ class PromptEncoder:
 
 
 def _as_chat_message(message: Message) -> ChatMessage:
-    if message.tool_calls is None and message.tool_call_id is None:
-        thoughts = message.reasoning_content or message.reasoning
-        if thoughts is None:
-            return ChatMessage(message.role, message.text, message.name)
     return ChatMessage(
         message.role,
         message.text,
         message.name,
-        tool_calls=[call.for_template for call in message.tool_calls or ()],
+        tool_calls=[call.for_template for call in message.tool_calls] if message.tool_calls else (),
         tool_call_id=message.tool_call_id,
         reasoning=message.reasoning_content or message.reasoning,
     )

@@ -189,7 +189,7 @@ def usage(requests: Sequence[RequestOutput], job: Job) -> dict[str, Any]:
 def end_of(output: CompletionOutput, told: str | None = None) -> bytes:
     """Return the end of a choice in a chunk: why it ended, or what is `told` instead, or that it continues.
 
-    Raises EngineError or APIError for a continuation that failed.
+    Raises EngineError, InvalidRequestError or APIError for a continuation that failed.
     """
     reason = output.finish_reason
     if reason is None:
@@ -202,7 +202,7 @@ def end_of(output: CompletionOutput, told: str | None = None) -> bytes:
 
 
 def raise_if_failed(output: CompletionOutput) -> None:
-    """Raise for a continuation that ended with an error, was late or was aborted."""
+    """Raise for a continuation that was refused, ended with an error, was late or was aborted."""
     if output.finish_reason == "deadline":
         raise deadline_exceeded()
     if output.is_refused:

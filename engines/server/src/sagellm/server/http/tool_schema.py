@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-MAX_TOOLS = 128
+from sagellm.engines.text.chat_tools import MAX_TOOLS
+
 MAX_CALLS = 128
 
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]

@@ -10,9 +10,10 @@ from sagellm.core import EngineError, InvalidInputError
 from sagellm.engines.cli.chat.answer import stream_answer
 from sagellm.engines.cli.chat.commands import is_command, run_command
 from sagellm.engines.cli.chat.conversation import Conversation
+from sagellm.engines.cli.chat.reasoning_view import ReasoningView
 from sagellm.engines.cli.chat.terminal import Terminal
-from sagellm.engines.cli.chat.thinking_aloud import ThinkingAloud
 from sagellm.engines.held_interrupts import HeldInterrupts
+from sagellm.engines.parsers.choice import PROMPT_END_TOKENS
 from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from sagellm.core import ReasoningParserProtocol
     from sagellm.engines import LLMEngine
 
-_END_TOKENS = 32
-"""Of a prompt, in which its template may have begun or ended the model's reasoning."""
 _ROOM_SHARE = 4  # an answer is left this part (1 ÷ 4) of the context, or its max_tokens if fewer
 
 
@@ -93,8 +92,8 @@ class ChatSession:
                 self.engine, token_ids, params, write=self.terminal.write, is_stopped=is_stopped
             )
         tokenizer = self.engine.light_tokenizer
-        prompt_end = "" if tokenizer is None else tokenizer.decode(token_ids[-_END_TOKENS:])
-        shown = ThinkingAloud(self.reasoning_parser.start(prompt_end), self.terminal)
+        prompt_end = "" if tokenizer is None else tokenizer.decode(token_ids[-PROMPT_END_TOKENS:])
+        shown = ReasoningView(self.reasoning_parser.start(prompt_end), self.terminal)
         output = stream_answer(self.engine, token_ids, params, write=shown.write, is_stopped=is_stopped)
         shown.end()
         return output

@@ -8,7 +8,7 @@ from sagellm.core.protocols.parsers import AnswerParser, AnswerPart, Content, Re
 from sagellm.engines.cli.chat.terminal import Terminal
 
 
-class ThinkingAloud:
+class ReasoningView:
     """Writes reasoning dimmed and, after a blank line, the content."""
 
     def __init__(self, parser: AnswerParser, terminal: Terminal) -> None:
