@@ -136,3 +136,15 @@ def test_the_history_gives_the_reasoning_to_the_template(thinking):
 
     assert count(reasoning_content="I look.") > count()
     assert count(reasoning="I look.") == count(reasoning_content="I look.")
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, OPENING], ids=["the model opens it", "the prompt opens it"])
+def test_what_comes_after_the_reasoning_must_match(thinking, template):
+    server = thinking("I look.</think>", '{"a": 4}', "length", template=template)
+    whole(server, response_format={"type": "json_object"})
+    asked = server.front.requests[-1]["params"].structured_outputs
+    assert asked.kind == "structural_tag"
+    assert "</think>" in asked.text
+    whole(server, response_format={"type": "json_object"}, chat_template_kwargs={"enable_thinking": False})
+    asked = server.front.requests[-1]["params"].structured_outputs
+    assert asked.kind == "json_object"  # there is no reasoning to come after

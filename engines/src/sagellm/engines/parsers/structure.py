@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
+
+from sagellm.engines.sampling.structured_outputs import StructuredOutputs
 
 
 def with_tokens(structure: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
@@ -28,6 +31,42 @@ def after(
     if is_optional and tags[0]:
         form = {"type": "or", "elements": [form, structure["format"]]}
     return {**structure, "format": form}
+
+
+def after_reasoning(
+    asked: StructuredOutputs, tags: tuple[str, str], token_ids: Mapping[str, int]
+) -> StructuredOutputs:
+    """Return a structural tag of what is asked for and the reasoning that may come before it.
+
+    What describes no format stays as it is: it is refused when it is compiled.
+    """
+    form = _format_of(asked)
+    if form is None:
+        return asked
+    structure = {"type": "structural_tag", "format": form}
+    return StructuredOutputs(structural_tag=after(structure, tags, token_ids, is_optional=True))
+
+
+def _format_of(asked: StructuredOutputs) -> dict[str, Any] | None:
+    """Return what is asked for as a format of structural tags, None if it cannot be read."""
+    match asked.kind:
+        case "regex":
+            return {"type": "regex", "pattern": asked.text}
+        case "grammar":
+            return {"type": "grammar", "grammar": asked.text}
+        case "choice":
+            texts = [{"type": "const_string", "value": each} for each in asked.choice or ()]
+            return {"type": "or", "elements": texts} if all(asked.choice or ()) else None
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+    try:
+        given = json.loads(asked.text)
+    except (ValueError, RecursionError):
+        return None
+    if asked.kind == "json":
+        return {"type": "json_schema", "json_schema": given} if isinstance(given, dict | bool) else None
+    form = given.get("format") if isinstance(given, dict) else None
+    return form if isinstance(form, dict) else None
 
 
 def _bound(form: Any, token_ids: Mapping[str, int]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from sagellm.core.protocols.parsers import (
 )
 from sagellm.engines.parsers.answers import ReasoningThenCalls
 from sagellm.engines.parsers.choice import ChosenParsers
-from sagellm.engines.parsers.structure import after, with_tokens
+from sagellm.engines.parsers.structure import after, after_reasoning, with_tokens
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.structured_outputs import StructuredOutputs
 from sagellm.server.http.errors import invalid, unsupported
@@ -46,19 +46,19 @@ class AnswerReading:
     def params(self, params: SamplingParams, *, has_grammar: bool) -> SamplingParams:
         """Return the sampling that the answers need: with tags that are special tokens, and constrained.
 
-        Calls that are demanded are always constrained, others if the engine `has_grammar`. Raises APIError if
-        a format cannot be constrained.
+        Calls that are demanded are always constrained, others if the engine `has_grammar`. What an answer
+        must match comes after its reasoning. Raises APIError if a format cannot be constrained.
         """
         if self.parsers.token_ids:
             params = replace(params, skip_special_tokens=False)
         offer, parser = self.offer, self.parsers.tool_parser
-        if offer is None or parser is None or not (offer.is_required or offer.is_strict or has_grammar):
-            return params
         if params.structured_outputs is not None:
-            if offer.is_required:
+            if offer is not None and offer.is_required:
                 raise invalid(
                     "tool_choice", "tool_choice: a call cannot match response_format; leave one out"
                 )
+            return self._after_reasoning(params)
+        if offer is None or parser is None or not (offer.is_required or offer.is_strict or has_grammar):
             return params
         structure = parser.structure(
             offer.callable, is_required=offer.is_required, is_parallel=offer.is_parallel
@@ -69,11 +69,20 @@ class AnswerReading:
             name = "tool_choice" if offer.is_required else "tools"
             raise unsupported(name, "the model's tool parser cannot constrain calls", remedy="let it decide")
         structure = with_tokens(structure, self.parsers.token_ids)
-        reasoning = self.parsers.reasoning_parser
-        tags = None if reasoning is None else reasoning.tags(self.prompt_end)
-        if tags is not None:
+        if (tags := self._tags()) is not None:
             structure = after(structure, tags, self.parsers.token_ids, is_optional=not offer.is_required)
         return replace(params, structured_outputs=StructuredOutputs(structural_tag=structure))
+
+    def _tags(self) -> tuple[str, str] | None:
+        reasoning = self.parsers.reasoning_parser
+        return None if reasoning is None else reasoning.tags(self.prompt_end)
+
+    def _after_reasoning(self, params: SamplingParams) -> SamplingParams:
+        """Have what follows the reasoning match, instead of the whole answer."""
+        asked, tags = params.structured_outputs, self._tags()
+        if tags is None or not isinstance(asked, StructuredOutputs):
+            return params
+        return replace(params, structured_outputs=after_reasoning(asked, tags, self.parsers.token_ids))
 
 
 class AnswerReader:
