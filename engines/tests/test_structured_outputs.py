@@ -149,6 +149,29 @@ def test_log_probabilities_are_reported(engine):
     assert len(output.logprobs) == len(output.token_ids)
 
 
+def test_the_wait_for_a_grammar_is_explained(with_grammar):
+    engine = with_grammar("held")
+    Held.gate.clear()
+    try:
+        params = SamplingParams(max_tokens=20, structured_outputs={"choice": ["a", "b"]})
+        request_id = engine.add_request(PROMPT, params)
+        engine.step()
+        (waiting,) = engine.explain(request_id).sequences
+        assert (waiting.state, [event.kind for event in waiting.events]) == ("waiting", ["waited"])
+        assert waiting.waited_ns["grammar"] > 0
+    finally:
+        Held.gate.set()
+    while engine.has_unfinished_requests():
+        engine.step()
+    (told,) = engine.explain(request_id).sequences
+    kinds = [(event.kind, getattr(event, "reason", None)) for event in told.events]
+    assert kinds[:2] == [("waited", "grammar"), ("queued", None)]
+    assert told.events[0].at_ns + told.events[0].duration_ns == told.events[1].at_ns
+    assert kinds[-1] == ("finished", "stop")
+    again = engine.generate([PROMPT], params)[0].request_id
+    assert "grammar" not in engine.explain(again).sequences[0].waited_ns
+
+
 @pytest.mark.parametrize("executor", ["inline", "overlapped"])
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 @pytest.mark.parametrize("wrong_at", [None, 0, 2], ids=["right", "wrong", "right, then wrong"])

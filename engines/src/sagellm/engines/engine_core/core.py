@@ -194,6 +194,8 @@ class EngineCore(EngineProtocol):
         self._metrics.num_prompt_tokens += num_prompt_tokens
         if sequence.params.structured_outputs is None or self._preparing.add(sequence):
             self.scheduler.add(sequence)
+        else:
+            self.scheduler.log.preparing(sequence)
         if self._is_traced:
             self._trace.begin_async("request", sequence.sequence_id, num_prompt_tokens=num_prompt_tokens)
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WaitReason = Literal["tokens", "seats", "blocks", "preemption", "pass", "fetch", "step", "forgotten"]
+WaitReason = Literal[
+    "tokens", "seats", "blocks", "preemption", "pass", "fetch", "step", "grammar", "forgotten"
+]
 CappedBy = Literal["tokens", "cap", "scored", "blocks"]
 
 
@@ -43,6 +45,7 @@ class Waited:
     | `preemption` | the step preempted for lack of blocks, so it admitted none |
     | `pass` | the pass `made_by` deferred it, for the reason `detail` |
     | `fetch` | its KV was read from a tier |
+    | `grammar` | what its output must match was compiled, before it was queued |
     | `step` | a step was running when it was queued |
     | `forgotten` | it is too long ago |
     """

@@ -164,12 +164,15 @@ class DecisionLog:
         self._places: dict[str, npt.NDArray[np.int32]] = {}  # by pass: the place of each row
         self._without_blocks: set[int] = set()  # seats
 
+    def preparing(self, sequence: Sequence) -> None:
+        """Record that a sequence is queued only when its grammar is compiled."""
+        story = self._story(sequence)
+        at_ns = self._now_ns() - story.facts.arrival_ns
+        story.add(Waited(at_ns=at_ns, duration_ns=0, reason="grammar"))
+
     def queued(self, sequence: Sequence, place: int, num_waiting: int) -> None:
         """Record that a sequence waits, at a place that counts from 0."""
-        story = self._live.get(sequence.sequence_id)
-        if story is None:
-            self._num_stories += 1
-            self._live[sequence.sequence_id] = story = Story(_facts_of(sequence), self._num_stories)
+        story = self._live.get(sequence.sequence_id) or self._story(sequence)
         at_ns = self._now_ns() - story.facts.arrival_ns
         story.add(Queued(at_ns, self.step, place + 1, num_waiting))
         self._unplaced.append(story)
@@ -269,6 +272,12 @@ class DecisionLog:
         if self._prefills:
             self._count_parts()
         return sorted((*self._finished, *self._live.values()), key=lambda story: story.number)
+
+    def _story(self, sequence: Sequence) -> Story:
+        """Begin the story of a sequence."""
+        self._num_stories += 1
+        self._live[sequence.sequence_id] = story = Story(_facts_of(sequence), self._num_stories)
+        return story
 
     def _read(self, plan: SchedulePlan, deferrals: list[Cause]) -> Decision | None:
         """Record orders and caps, and add deferrals; return what lowered the limit that the step reached."""

@@ -115,7 +115,8 @@ class _Range:
 def _explain(log: DecisionLog, story: Story, stories: Seq[Story], now_ns: int) -> SequenceExplanation:
     intervals = list(_waiting(story, now_ns))
     ranges = _ranges(log, story.facts.key, now_ns)
-    waits = [each for interval in intervals for each in _waits(story, interval, ranges, log.forgotten_ns)]
+    waits = _prepared(story, now_ns)
+    waits += [each for interval in intervals for each in _waits(story, interval, ranges, log.forgotten_ns)]
     waited: dict[str, int] = {}
     for wait in waits:
         reason = f"pass {wait.made_by}: {wait.detail}" if wait.reason == "pass" else wait.reason
@@ -146,6 +147,15 @@ def _explain(log: DecisionLog, story: Story, stories: Seq[Story], now_ns: int) -
         num_draft_tokens=story.num_draft_tokens,
         num_accepted_tokens=story.num_accepted_tokens,
     )
+
+
+def _prepared(story: Story, now_ns: int) -> list[Waited]:
+    """Return how long its grammar was compiled, which ended when it was queued."""
+    first, *rest = story.events
+    if not isinstance(first, Waited) or first.reason != "grammar":
+        return []
+    ended_ns = rest[0].at_ns if rest else now_ns - story.facts.arrival_ns
+    return [replace(first, duration_ns=ended_ns - first.at_ns)]
 
 
 def _waiting(story: Story, now_ns: int) -> Iterator[_Waiting]:

@@ -23,6 +23,7 @@ _WAITS = {
     "preemption": "a step without preemptions",
     "fetch": "its KV from a tier",
     "step": "the running step",
+    "grammar": "its grammar to be compiled",
     "forgotten": "longer ago than the log reaches",
 }
 """What a sequence waited for, by reason."""
