@@ -308,3 +308,20 @@ def test_a_proposer_that_failed_is_shown(make_engine, run_engine, sage):
     run_engine(engine)
     assert "ZeroDivisionError" in sage("llm", "speculation", "stats").out
     assert "no drafts any more: ZeroDivisionError" in sage("llm", "engine", "status").err
+
+
+def test_structured_outputs_are_counted_by_what_they_ask_for(make_engine, run_engine, sage):
+    pytest.importorskip("xgrammar")
+    engine = make_engine(num_blocks=64, block_size=8)
+    for asked in ({"choice": ["a", "b"]}, {"choice": ["a", "b"]}, {"regex": "[ab]"}):
+        engine.generate(PROMPTS[0], SamplingParams(max_tokens=4, structured_outputs=asked))
+    run_engine(engine)
+    shown = sage("llm", "grammar", "stats", "--json").json
+    assert (shown["provider"], shown["num_choice_requests"], shown["num_regex_requests"]) == (
+        "xgrammar",
+        2,
+        1,
+    )
+    assert (shown["num_compiled"], shown["num_cached"], shown["num_refused"]) == (2, 1, 0)
+    assert shown["mean_mask_us"] == pytest.approx(shown["mask_ns"] / shown["num_masks"] / 1e3)
+    assert "choice requests" in sage("llm", "grammar", "stats").out

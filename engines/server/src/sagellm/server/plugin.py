@@ -7,6 +7,7 @@ _MODULES = {
     "eviction": "eviction policy",
     "tiers": "KV tiers",
     "speculation": "drafts",
+    "grammar": "structured outputs",
     "predictor": "lifetime predictor",
     "accel": "quantizer",
     "comm": "topology",

@@ -38,6 +38,7 @@ class Module:
     kind: str
     title: str
     derive: Callable[[Any, EngineMetrics], Figures] = lambda _metrics, _engine: {}
+    hidden: tuple[str, ...] = ()  # figures of its metrics that are shown otherwise
     without: str = "the engine has none"  # printed if there are no metrics of this kind
 
 
@@ -104,6 +105,14 @@ def _derive_speculation(_: Any, engine: EngineMetrics) -> Figures:
     return figures
 
 
+def _derive_grammar(grammar: Any, _: EngineMetrics) -> Figures:
+    """Add sequences by what they asked for, and the mean time of a mask."""
+    figures: Figures = {f"num_{kind}_requests": number for kind, number in grammar.num_requested.items()}
+    if grammar.num_masks:
+        figures["mean_mask_us"] = grammar.mask_ns / grammar.num_masks / 1e3
+    return figures
+
+
 def _derive_accel(quantizer: Any, _: EngineMetrics) -> Figures:
     if not quantizer.original_bytes:
         return {}
@@ -144,6 +153,12 @@ MODULES: dict[str, Module] = {
         derive=_derive_speculation,
         without="no drafts are made; --speculation ngram at the engine's start makes them",
     ),
+    "grammar": Module(
+        kind="grammar",
+        title="structured outputs",
+        derive=_derive_grammar,
+        hidden=("num_requested", "provider"),  # the provider's own counts are in these
+    ),
     "predictor": Module(kind="lifetime_predictor", title="lifetime predictor"),
     "accel": Module(
         kind="quantizer",
@@ -168,6 +183,9 @@ def read_module(client: AdminClient, module: Module) -> Figures | None:
     typed = asdict(metrics) if is_dataclass(metrics) and not isinstance(metrics, type) else {}
     details = own.pop("details", {})
     typed.pop("details", None)
+    for name in module.hidden:
+        for figures in (typed, own):
+            figures.pop(name, None)
     return {"provider": provider, **typed, **own, **module.derive(metrics, engine), **details}
 
 
@@ -252,5 +270,5 @@ def _app(name: str) -> typer.Typer:
 cache, pool, eviction = _app("cache"), _app("pool"), _app("eviction")  # cli.cache and cli.pool have more
 tiers = _app("tiers")
 scheduler, predictor, accel = _app("scheduler"), _app("predictor"), _app("accel")
-speculation = _app("speculation")
+speculation, grammar = _app("speculation"), _app("grammar")
 comm = make_app("topology", read_machine)
