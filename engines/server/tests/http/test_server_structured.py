@@ -82,7 +82,10 @@ def test_what_cannot_be_compiled_is_a_400_before_the_first_event(server, path, g
     answer = server.http.post(path, json={**BODIES[path], **given, "stream": is_streamed})
     assert answer.status_code == 400, answer.text
     assert answer.headers["content-type"].startswith("application/json")
-    assert "is not supported; give a choice of texts" in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert "is not supported; give a choice of texts" in error["message"]
+    assert error["param"] == next(iter(given)), "the request's name for it, not the engine's"
+    assert error["message"].startswith(f"{error['param']}: ")
 
 
 @pytest.mark.parametrize(
@@ -102,6 +105,7 @@ def test_what_cannot_be_compiled_is_a_400_before_the_first_event(server, path, g
         ),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "Did you mean 'json'?"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "it must have one"),
+        ({"guided_choice": []}, "guided_choice", "choice has no text; give one or more"),
         ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_regex", "give one of them"),
         ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "--grammar-backend"),
         ({"regex": "a"}, "regex", "give structured_outputs="),

@@ -179,9 +179,9 @@ CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
         ({"tool_choice": "required"}, "tool_choice", "there are no tools; give some"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "there are no tools; give some"),
         (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "start_timr"}}},
             "tool_choice",
-            "there is no tool 'other'; there is time_in, start_timer, find_in_docs",
+            "no tool 'start_timr'; there is time_in, start_timer, find_in_docs. Did you mean 'start_timer'?",
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "add it"),
         (
@@ -219,6 +219,10 @@ def test_what_cannot_be_is_refused_by_name(ask, fields, param, told):
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "parameters"),
+        ({"tools": [{"type": "function", "name": "f"}]}, 'tools must be a list of {"type": "function", '),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "64 letters, digits, _ and -"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "must be one of none, auto, required, or {"),
+        ({"reasoning_effort": "lots"}, "it must be one of none, minimal, low"),
         ({"tools": [function("f", "x" * (300 << 10))]}, "tools"),
         ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),

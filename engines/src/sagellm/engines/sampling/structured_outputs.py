@@ -37,6 +37,8 @@ class StructuredOutputs:
         if self.choice is not None:
             if isinstance(self.choice, str) or not all(isinstance(each, str) for each in self.choice):
                 raise InvalidRequestError(f"choice is {self.choice!r}; it must be a list of texts")
+            if not self.choice:
+                raise InvalidRequestError("choice has no text; give one or more")
             object.__setattr__(self, "choice", tuple(self.choice))
         for name in ("json", "regex", "grammar", "structural_tag"):
             value = getattr(self, name)

@@ -15,6 +15,7 @@ logger = get_logger(__name__)
 RETRY_AFTER_S = 1
 _MAX_MESSAGE = 400
 _NAMED = re.compile(r"([a-z][a-z0-9_]*)(?: is | has |: )|.*; lower ([a-z_]+)")
+_KIND = re.compile(r"^(?:json|json_object|regex|choice|grammar|structural_tag): ")
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -88,6 +89,15 @@ def unsupported(name: str, why: str = "", *, remedy: str = "leave it out") -> AP
 def invalid(name: str, message: str, *, code: str = "invalid_value") -> APIError:
     """Refuse a value."""
     return APIError(400, message, param=name, code=code)
+
+
+class StructureRefusedError(InvalidRequestError):
+    """The engine cannot compile what an answer must match."""
+
+
+def structure_refused(error: StructureRefusedError, param: str) -> APIError:
+    """Return the response for what a parameter wants answers to match; the engine has its own name for it."""
+    return invalid(param, f"{param}: {_KIND.sub('', str(error))}")
 
 
 def deadline_exceeded() -> APIError:

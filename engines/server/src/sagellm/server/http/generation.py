@@ -19,7 +19,15 @@ from sagellm.server.http.body_params import chat_params, check_budget, completio
 from sagellm.server.http.body_schema import Body, ChatBody, CompletionBody, StreamOptions
 from sagellm.server.http.chat_shape import ChatShape
 from sagellm.server.http.completion_shape import CompletionShape
-from sagellm.server.http.errors import as_api_error, deadline_exceeded, invalid, unsupported
+from sagellm.server.http.errors import (
+    APIError,
+    StructureRefusedError,
+    as_api_error,
+    deadline_exceeded,
+    invalid,
+    structure_refused,
+    unsupported,
+)
 from sagellm.server.http.job_streams import ClientGoneError, JobStreams, running
 from sagellm.server.http.metrics import RequestTimer
 from sagellm.server.http.parsed_chat_shape import ParsedChatShape
@@ -27,6 +35,7 @@ from sagellm.server.http.prompt_encoder import EncodedPrompt
 from sagellm.server.http.reply import EventReply, JSONReply
 from sagellm.server.http.service import Service
 from sagellm.server.http.shape import Job, Shape
+from sagellm.server.http.structured import structure_param
 from sagellm.server.http.tools import offer_of
 
 if TYPE_CHECKING:
@@ -101,7 +110,7 @@ class Generation(ABC, Generic[B]):
         except ClientGoneError:
             return
         except Exception as error:
-            told = as_api_error(error)
+            told = _told(error, scope["state"].get("job"))
             scope["state"]["failure"] = told.code or told.param  # for the access log
             logger.info(
                 "a request is answered with %d (%s)",
@@ -152,6 +161,7 @@ class Generation(ABC, Generic[B]):
             hides_output=body.max_tokens == 0,
             hides_logprobs=is_ranked and body.logprobs is None,
             shows_tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            structure_param=structure_param(body),
             id=request_id,
         )
 
@@ -197,7 +207,12 @@ class Chats(Generation[ChatBody]):
         """Return how answers are read, None if all is content. Raises APIError for tools without a parser."""
         parsers, offer = self.service.parsers, offer_of(body)
         if offer is not None and parsers.tool_parser is None:
-            raise unsupported("tools", "no tool parser fits the model's chat template; name one when serving")
+            raise unsupported(
+                "tools",
+                "no tool parser fits the model's chat template",
+                remedy="serve it with --tool-call-parser NAME (`sage llm plugins list --kind tool_parser` "
+                "lists them), or leave them out",
+            )
         reasoning = parsers.reasoning_parser
         if offer is None and reasoning is None:
             return None
@@ -208,6 +223,13 @@ class Chats(Generation[ChatBody]):
             shows_reasoning=body.include_reasoning is not False,
             removed=parsers.other_special if job.params.skip_special_tokens else None,
         )
+
+
+def _told(error: Exception, job: Job | None) -> APIError:
+    told = as_api_error(error)  # which frees what the error holds
+    if job is not None and isinstance(error, StructureRefusedError):
+        return structure_refused(error, job.structure_param)
+    return told
 
 
 def _left_ms(deadline_ms: float | None, arrived: float) -> float | None:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -67,6 +67,12 @@ _FIRST_ITEM = re.compile(rb"\[\s*(.)", re.DOTALL)
 _INDEX = re.compile(r"\[\d+\]")
 _WHERE = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$\.?([^`]*)`)?", re.DOTALL)
 _PATTERN = re.compile(r"matching regex '.*'")
+_TEXTS = ("keys of at most 64 letters, digits and _", "of at most 64 letters, digits, _ and -")
+_FORMS = {
+    "tools": 'a list of {"type": "function", "function": {"name": …, "parameters": {…}}}',
+    "tool_choice": '{"type": "function", "function": {"name": …}}',
+}
+"""What fields look like in which names are often wrong."""
 
 _NAMES = frozenset(Message.__struct_fields__)
 _decode_names = msgspec.json.Decoder(dict[str, Raw]).decode
@@ -140,7 +146,7 @@ class _Reading:
                 try:
                     fields[name] = reader(memoryview(raw), shown, self)
                 except msgspec.ValidationError as error:
-                    raise _explain(error, shown) from None
+                    raise _explain(error, shown, _FORMS.get(name, ""), known.words.get(name, ())) from None
         unused = [name for choice, name in UNUSED_IF_NONE.items() if values.get(choice) == _NONE]
         for name, raw in others.items():
             self._take_other(prefix, name, raw, known, list if name in unused else known.ignored.get(name))
@@ -326,6 +332,7 @@ class _Known:
     required: tuple[str, ...]
     ignored: Mapping[str, type]
     refused: Mapping[str, Refusal]
+    words: Mapping[str, tuple[str, ...]]  # what fields with few values may be
 
 
 def _known(
@@ -340,7 +347,15 @@ def _known(
         for name, hint in hints.items()
     }
     required = tuple(field.name for field in msgspec.structs.fields(kind) if field.required)
-    return _Known(readers, required, ignored, refused)
+    words = {name: found for name, hint in hints.items() if (found := _words(hint))}
+    return _Known(readers, required, ignored, refused, words)
+
+
+def _words(hint: Any) -> tuple[str, ...]:
+    """Return the texts that a type lists, none for most types."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(word for part in get_args(hint) for word in _words(part))
 
 
 _KNOWN: Mapping[type[Struct], _Known] = {
@@ -382,13 +397,22 @@ def _decode_short(value: memoryview) -> Any:
         return value
 
 
-def _explain(error: msgspec.ValidationError, name: str) -> APIError:
-    """Return the error for an invalid value of a field, with the path within it."""
+def _explain(
+    error: msgspec.ValidationError, name: str, form: str = "", words: tuple[str, ...] = ()
+) -> APIError:
+    """Return the error for an invalid value of a field, with the path within it, and what there may be.
+
+    That is its `form`, unless it is clear from a type, and one of these `words` if it is another.
+    """
     found = _WHERE.fullmatch(str(error))
     what, path = (found[1], found[2] or "") if found else (str(error), "")
     where = name + ("." if path and not path.startswith("[") else "") + path
     where = where.removesuffix("[...]")
-    what = _PATTERN.sub("keys of at most 64 letters, digits and _", what)
+    what = _PATTERN.sub(lambda text: _TEXTS["_-]" in text[0]], what)
+    if what.startswith("Invalid enum value") and words and not path:
+        what = f"{what}; it must be one of {', '.join(words)}{form and ', or '}{form}"
+    elif form and what.startswith(("Invalid enum", "Object")):
+        what = f"{what}; {name} must be {form}"
     return invalid(where, f"{where}: {what[:1].lower()}{what[1:]}")
 
 

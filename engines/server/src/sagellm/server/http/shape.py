@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sagellm.core import EngineError, InvalidRequestError
+from sagellm.core import EngineError
 from sagellm.engines.requests.outputs import CompletionOutput, RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.server.http.errors import APIError, deadline_exceeded
+from sagellm.server.http.errors import APIError, StructureRefusedError, deadline_exceeded
 from sagellm.server.http.prompt_encoder import EncodedPrompt
 from sagellm.server.http.reply import encode_json
 
@@ -37,6 +37,7 @@ class Job:
     hides_logprobs: bool = False  # they serve only for ranking
     shows_tokens_as_ids: bool = False
     reading: AnswerReading | None = None  # how answers are taken apart
+    structure_param: str = "tools"  # which parameter says what answers must match
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -206,7 +207,7 @@ def raise_if_failed(output: CompletionOutput) -> None:
     if output.finish_reason == "deadline":
         raise deadline_exceeded()
     if output.is_refused:
-        raise InvalidRequestError(output.error or "the request was refused")
+        raise StructureRefusedError(output.error or "the request was refused")
     if output.finish_reason == "error":
         raise EngineError(output.error or "a sequence failed")
     if output.finish_reason == "abort":

@@ -40,7 +40,14 @@ def structured_outputs_of(body: SamplingBody) -> StructuredOutputs | None:
     try:
         return StructuredOutputs.of(value)
     except InvalidRequestError as error:
-        raise invalid(name, f"{name}: {error}") from None
+        told = str(error)
+        raise invalid(name, told if told.startswith(name) else f"{name}: {told}") from None
+
+
+def structure_param(body: SamplingBody) -> str:
+    """Return the parameter that says what answers must match: `tools` if no other does."""
+    names = ("structured_outputs", *_GUIDED, "response_format")
+    return next((name for name in names if getattr(body, name) is not None), "tools")
 
 
 def _of_format(given: Mapping[str, Any]) -> dict[str, Any] | None:

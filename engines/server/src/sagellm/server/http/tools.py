@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sagellm.core import nearest
 from sagellm.core.protocols.parsers import FunctionTool
 from sagellm.server.http.body_schema import ChatBody, Message
 from sagellm.server.http.errors import invalid
@@ -40,7 +41,8 @@ def offer_of(body: ChatBody) -> Offer | None:
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     if named is not None and named not in names:
         there = ", ".join(names[:16])
-        raise invalid("tool_choice", f"tool_choice: there is no tool {named!r}; there is {there}")
+        told = f"tool_choice: there is no tool {named!r}; there is {there}.{nearest(named, names)}"
+        raise invalid("tool_choice", told)
     functions = tuple(_function(tool) for tool in body.tools if named in (None, tool.function.name))
     return Offer(
         tuple(body.tools),
