@@ -69,6 +69,8 @@ class FakeEngine:
         lengths = [len(one.token_ids) for one in output.outputs]
         output.metrics.num_output_tokens = sum(lengths)
         output.metrics.num_longest_output_tokens = max(lengths)
+        if "draft" in words:
+            output.metrics.num_draft_tokens, output.metrics.num_accepted_tokens = 4, 3
         return [output]
 
     def generate(self, prompts, params, *, progress):
@@ -92,6 +94,14 @@ def test_text_goes_to_stdout_and_timings_to_stderr(sage, engine):
     head, row = result.err.strip().splitlines()
     assert head.split() == ["PROMPT", "CACHED", "OUTPUT", "TTFT", "TPOT", "TOKENS/S", "END"]
     assert row.split() == ["13", "tokens", "3", "3", "tokens", "5.0", "ms", "10.0", "ms", "120.0", "stop"]
+
+
+def test_drafts_have_a_column_if_there_were_any(sage, engine):
+    result = sage("llm", "generate", "draft one", "two", "--model", "m", "--no-stream")
+    head, *rows = result.err[result.err.index("PROMPT") :].strip().splitlines()
+    assert "DRAFTED" in head
+    place = head.index("DRAFTED")
+    assert [row[place:].split("  ")[0] for row in rows] == ["3 of 4 accepted", "0 of 0 accepted"]
 
 
 @pytest.mark.parametrize("mode", ["--stream", "--no-stream"])

@@ -66,6 +66,7 @@ class Behaviour:
     has_done: bool = True
     has_usage: bool = True
     num_cached: int | None = None
+    drafts: tuple[int, int] | None = None  # tokens that were accepted, and rejected
     finish_reason: str = "length"
     piece_bytes: int | None = None  # send the answer in pieces of this size
     content_type: str = "text/event-stream; charset=utf-8"
@@ -153,6 +154,14 @@ class FakeServer:
             usage = {"prompt_tokens": len(body.get("prompt", "12345")), "completion_tokens": total}
             if how.num_cached is not None:
                 usage |= {"prompt_tokens_details": {"cached_tokens": how.num_cached}}
+            if how.drafts is not None:
+                accepted, rejected = how.drafts
+                usage |= {
+                    "completion_tokens_details": {
+                        "accepted_prediction_tokens": accepted,
+                        "rejected_prediction_tokens": rejected,
+                    }
+                }
             await chunk(writer, event({"choices": [], "usage": usage}), how)
         if how.has_done:
             await chunk(writer, b": a comment\n\ndata: [DONE]\n\n", how)

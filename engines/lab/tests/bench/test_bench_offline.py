@@ -31,6 +31,15 @@ def test_throughput_counts_requests_and_tokens(make_engine):
     assert figures.total_throughput_tokens_per_s == pytest.approx(total / figures.duration_s)
 
 
+def test_throughput_says_how_many_draft_tokens_were_accepted(make_engine):
+    settings = OfflineSettings(num_prompts=3, input_len=Lengths.parse("32"), output_len=Lengths.parse("64"))
+    drafting = make_engine(speculation="ngram{min_match=1}", adaptive_speculation=False)
+    figures = measure_throughput(drafting, settings)
+    assert figures.num_draft_tokens > 0
+    assert 0 <= figures.draft_acceptance <= 1
+    assert measure_throughput(make_engine(), settings).num_draft_tokens is None
+
+
 def test_a_common_prefix_is_cached(make_engine):
     settings = OfflineSettings(
         num_prompts=4, input_len=Lengths.parse("64"), output_len=Lengths.parse("2"), prefix_share=0.75

@@ -56,6 +56,13 @@ def test_usage_gives_tokens_where_an_event_holds_several(fake_server, behaviour)
     assert any("5.00 tokens" in one for one in result.warnings)
 
 
+def test_usage_says_how_many_draft_tokens_were_accepted(fake_server, behaviour):
+    figures = measure(fake_server(behaviour(drafts=(3, 1))), concurrency=1).figures
+    assert (figures.num_draft_tokens, figures.draft_acceptance) == (4 * figures.num_requests, 0.75)
+    none = measure(fake_server(behaviour()), concurrency=1).figures
+    assert (none.num_draft_tokens, none.draft_acceptance) == (None, None)
+
+
 def test_without_usage_events_are_counted_and_this_is_said(fake_server, behaviour):
     result = measure(fake_server(behaviour(has_usage=False)), concurrency=1)
     assert (result.figures.num_output_tokens, result.figures.num_without_usage) == (30, 6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -70,24 +70,32 @@ def print_outputs_json(outputs: Sequence[RequestOutput], prompts: Sequence[str])
 
 def print_timings(outputs: Sequence[RequestOutput]) -> None:
     """Print a table of times, one row per request, to standard error."""
-    head = ("PROMPT", "CACHED", "OUTPUT", "TTFT", "TPOT", "TOKENS/S", "END")
-    rows = [
-        (
-            f"{len(output.prompt_token_ids)} tokens",
-            str(output.num_cached_tokens),
-            f"{sum(len(one.token_ids) for one in output.outputs)} tokens",
-            _milliseconds(output.metrics.ttft),
-            _milliseconds(output.metrics.tpot),
-            "-" if output.metrics.throughput is None else f"{output.metrics.throughput:.1f}",
-            ", ".join(str(one.finish_reason) for one in output.outputs),
-        )
-        for output in outputs
-    ]
+    has_drafts = any(output.metrics.num_draft_tokens for output in outputs)
+    head = [name for name in _TIMINGS if has_drafts or name != _DRAFTED]
+    rows = [[_TIMINGS[name](output) for name in head] for output in outputs]
     typer.echo("\n" + columns(head, rows), err=True)
 
 
 def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+_DRAFTED = "DRAFTED"
+_TIMINGS: Mapping[str, Callable[[RequestOutput], str]] = {
+    "PROMPT": lambda output: f"{len(output.prompt_token_ids)} tokens",
+    "CACHED": lambda output: str(output.num_cached_tokens),
+    "OUTPUT": lambda output: f"{sum(len(one.token_ids) for one in output.outputs)} tokens",
+    _DRAFTED: lambda output: (
+        f"{output.metrics.num_accepted_tokens} of {output.metrics.num_draft_tokens} accepted"
+    ),
+    "TTFT": lambda output: _milliseconds(output.metrics.ttft),
+    "TPOT": lambda output: _milliseconds(output.metrics.tpot),
+    "TOKENS/S": lambda output: (
+        "-" if output.metrics.throughput is None else f"{output.metrics.throughput:.1f}"
+    ),
+    "END": lambda output: ", ".join(str(one.finish_reason) for one in output.outputs),
+}
+"""Columns of the table of times; that of drafts only if there were any."""
 
 
 def _entry(output: RequestOutput, prompt: str) -> dict[str, Any]:

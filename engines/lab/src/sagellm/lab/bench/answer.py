@@ -102,6 +102,10 @@ class AnswerReader:
         details = usage.get("prompt_tokens_details") or {}
         if details.get("cached_tokens") is not None:
             record.num_cached_tokens = int(details["cached_tokens"])
+        details = usage.get("completion_tokens_details") or {}
+        if details.get("rejected_prediction_tokens") is not None:
+            record.num_accepted_tokens = int(details.get("accepted_prediction_tokens") or 0)
+            record.num_draft_tokens = record.num_accepted_tokens + int(details["rejected_prediction_tokens"])
 
 
 def error_message(body: bytes) -> str:

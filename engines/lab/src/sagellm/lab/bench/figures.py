@@ -67,6 +67,8 @@ class ServeFigures:
     num_cached_tokens: int | None  # None if the server does not say; likewise its share
     token_hit_rate: float | None
     num_output_tokens: int
+    num_draft_tokens: int | None  # None if the server says of none
+    draft_acceptance: float | None  # share of draft tokens that were accepted
     num_shorter_than_asked: int
     num_without_usage: int  # whose tokens are counted as events
     tokens_per_event: float | None
@@ -110,6 +112,8 @@ def serve_figures(run: LoadRun, limits: Limits | None = None) -> ServeFigures:
     num_output = sum(record.num_output_tokens for record in good)
     num_events = sum(len(record.event_times_ns) for record in good)
     cached = [record.num_cached_tokens for record in good if record.num_cached_tokens is not None]
+    drafts = sum(record.num_draft_tokens for record in good)
+    accepted = sum(record.num_accepted_tokens for record in good)
     clock = {"start_ns": run.start_ns, "end_ns": max(run.end_ns, run.start_ns + 1)}
     return ServeFigures(
         num_requests=len(run.records),
@@ -122,6 +126,8 @@ def serve_figures(run: LoadRun, limits: Limits | None = None) -> ServeFigures:
         num_cached_tokens=sum(cached) if cached else None,
         token_hit_rate=token_hit_rate(sum(cached), num_prompt) if cached else None,
         num_output_tokens=num_output,
+        num_draft_tokens=drafts or None,
+        draft_acceptance=accepted / drafts if drafts else None,
         num_shorter_than_asked=sum(one.num_output_tokens < one.num_asked_tokens for one in good),
         num_without_usage=sum(one.num_reported_tokens is None for one in good),
         tokens_per_event=num_output / num_events if num_events else None,

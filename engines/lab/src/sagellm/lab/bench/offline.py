@@ -72,6 +72,8 @@ class ThroughputFigures(ReachedFigures):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    num_draft_tokens: int | None  # None if there were none
+    draft_acceptance: float | None  # share of draft tokens that were accepted
     token_hit_rate: float
     request_throughput_per_s: float
     output_throughput_tokens_per_s: float
@@ -136,6 +138,8 @@ def measure_throughput(
     num_prompt = sum(len(one.prompt_token_ids) for one in outputs)
     num_cached = sum(one.num_cached_tokens for one in outputs)
     num_output = sum(len(one.outputs[0].token_ids) for one in outputs)
+    drafts = sum(one.metrics.num_draft_tokens for one in outputs)
+    accepted = sum(one.metrics.num_accepted_tokens for one in outputs)
     clock = {"start_ns": batch.start_ns, "end_ns": batch.end_ns}
     return ThroughputFigures(
         num_requests=len(outputs),
@@ -143,6 +147,8 @@ def measure_throughput(
         num_prompt_tokens=num_prompt,
         num_cached_tokens=num_cached,
         num_output_tokens=num_output,
+        num_draft_tokens=drafts or None,
+        draft_acceptance=accepted / drafts if drafts else None,
         token_hit_rate=token_hit_rate(num_cached, num_prompt),
         request_throughput_per_s=throughput(len(outputs), **clock),
         output_throughput_tokens_per_s=throughput(num_output, **clock),

@@ -48,6 +48,8 @@ class RequestRecord:
     finish_ns: int | None = None
     num_reported_tokens: int | None = None  # output tokens by the server's own count
     num_cached_tokens: int | None = None
+    num_draft_tokens: int = 0  # verified, as far as the server says
+    num_accepted_tokens: int = 0  # of those
     error_kind: str | None = None
     error: str | None = None
     turn: tuple[Session, Turn] | None = None  # of a load of sessions
