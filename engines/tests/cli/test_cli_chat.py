@@ -17,6 +17,7 @@ from sagellm.engines.cli.chat.conversation import Conversation, Turn
 from sagellm.engines.cli.chat.reasoning_view import ReasoningView
 from sagellm.engines.cli.chat.session import ChatSession
 from sagellm.engines.cli.chat.terminal import Terminal
+from sagellm.engines.parsers.choice import ChosenParsers
 from sagellm.engines.parsers.reasoning import DeepSeekR1Parser, ThinkParser
 from sagellm.engines.text import ChatMessage
 
@@ -91,7 +92,8 @@ def test_reasoning_is_shown_apart_from_the_answer():
 def test_a_model_that_only_thinks_has_no_answer_and_its_turn_is_kept(engine):
     terminal = FakeTerminal("Hello")
     conversation = Conversation(engine.chat_template)
-    ChatSession(engine, PARAMS, conversation, terminal, DeepSeekR1Parser()).run()
+    parsers = ChosenParsers(reasoning_parser=DeepSeekR1Parser())
+    ChatSession(engine, PARAMS, conversation, terminal, parsers).run()
     (turn,) = conversation.turns
     assert "".join(terminal.texts("thought")) == turn.answer.content.strip()
     assert terminal.texts("answer") == ["\n"]
@@ -357,3 +359,34 @@ def test_a_checkpoint_without_a_chat_template_is_told(sage, checkpoint, tmp_path
             (plain / file.name).symlink_to(file)
     result = sage("llm", "chat", "--model", plain, *FLAGS)
     assert (result.code, "has no chat template" in result.err) == (2, True)
+
+
+def test_each_answer_is_one_of_the_choices(sage, checkpoint, monkeypatch):
+    pytest.importorskip("xgrammar")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nIs it far?\n"))
+    result = sage("llm", "chat", "--model", checkpoint, *FLAGS, "--choice", "yes", "--choice", "no")
+    assert result.code == 0, result.err
+    answers = result.out.split()
+    assert len(answers) == 2
+    assert set(answers) <= {"yes", "no"}
+
+
+def test_what_comes_after_the_reasoning_must_match(engine):
+    """The session asks for a structural tag: the reasoning, and then one of the choices."""
+    asked = []
+
+    class Asked:
+        def __getattr__(self, name):
+            return getattr(engine, name)
+
+        def add_request(self, prompt, params, **options):
+            asked.append(params.structured_outputs)
+            return engine.add_request(prompt, replace(params, structured_outputs=None), **options)
+
+    params = replace(PARAMS, structured_outputs={"choice": ["yes"]})
+    parsers = ChosenParsers(reasoning_parser=ThinkParser())
+    ChatSession(Asked(), params, Conversation(engine.chat_template), FakeTerminal("Hello"), parsers).run()
+    (structure,) = asked
+    assert structure.kind == "structural_tag"
+    assert "</think>" in structure.text
+    assert '"yes"' in structure.text

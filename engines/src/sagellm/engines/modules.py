@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import (
@@ -17,7 +17,7 @@ from sagellm.core import (
 )
 from sagellm.core.plugins.failure import contained
 from sagellm.core.plugins.options import ChosenProvider
-from sagellm.engines.config.schema import SETTINGS, EngineConfig
+from sagellm.engines.config.schema import SETTINGS, EngineConfig, NamedProvider
 
 if TYPE_CHECKING:
     from sagellm.core import LogitsProcessorProtocol
@@ -43,10 +43,7 @@ class Modules:
     def __init__(self, registry: PluginRegistry, config: EngineConfig) -> None:
         self.registry = registry
         self.config = config
-        for key, kind, spec in config.providers():
-            registry.find(kind, spec.name)
-            if spec.options:
-                _keyed(key, self.registry.choose(kind, spec).check)
+        check_named(registry, config.providers())
 
     def make(self, kind: str, spec: ProviderSpec | str, *args: Any, **keywords: Any) -> Any:
         """Build a provider according to its protocol, with its options.
@@ -66,6 +63,14 @@ class Modules:
     def label(self, kind: str, name: str) -> str:
         """Return how errors name a provider: kind, name, distribution and version."""
         return self.registry.find(kind, name).label
+
+
+def check_named(registry: PluginRegistry, named: Iterable[NamedProvider]) -> None:
+    """Raise UnknownProviderError for a name that is not installed, ConfigError for wrong options."""
+    for key, kind, spec in named:
+        registry.find(kind, spec.name)
+        if spec.options:
+            _keyed(key, registry.choose(kind, spec).check)
 
 
 def _keyed(key: str, call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sagellm.core import ConfigError, get_logger
+from sagellm.core import ConfigError, PluginRegistry, get_logger
 from sagellm.core.runtime_folder import VARIABLE
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.sections import ServerConfig
@@ -50,7 +50,7 @@ def serve(
     first stops at once. `on_state` is called with "starting" when the port is bound, "ready", "draining" if
     requests run, and "stopped" if a signal ends the process before anything is loaded.
 
-    Raises ConfigError for keys, a port and a name that cannot be used, all
+    Raises ConfigError for keys, a parser, a port and a name that cannot be used, all
     before the model is looked for, and then the errors of loading it.
     """
     config = _check(config)
@@ -77,6 +77,7 @@ def serve(
 
 def _check(config: EngineConfig) -> EngineConfig:
     """Return the configuration with the keys of its key file. Raises ConfigError."""
+    from sagellm.engines.modules import check_named
     from sagellm.server.http import check_access
     from sagellm.server.http.api_key_file import with_key_file
     from sagellm.server.http.spans import check_spans
@@ -84,6 +85,8 @@ def _check(config: EngineConfig) -> EngineConfig:
     server = with_key_file(config.server, logger.warning)
     check_access(server)
     check_spans(server)
+    parsers = (each for each in config.providers() if each.key.startswith("server."))
+    check_named(PluginRegistry.load(), parsers)  # the core checks all others
     return config.model_copy(update={"server": server})
 
 

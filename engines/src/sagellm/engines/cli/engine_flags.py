@@ -14,7 +14,7 @@ from sagellm.engines.cli.command import PARALLEL_FLAGS
 from sagellm.engines.cli.flags import command_help, make_flag, switch
 from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.config.explain import kind_of
-from sagellm.engines.config.schema import PROVIDER_KINDS, field_of
+from sagellm.engines.config.schema import AUTO, PROVIDER_KINDS, WITH_AUTO, field_of
 from sagellm.engines.config.settings import FLAT_NAMES, flag_of
 
 ConfigFile = Annotated[
@@ -41,13 +41,16 @@ _GROUPS = {
 _METAVARS = {int: "INT", float: "FLOAT", tuple: "LIST", ProviderSpec: "NAME[{…}]"}
 
 
-def setting_flag(name: str, key: str, *also: str) -> inspect.Parameter:
-    """Build the flag of a setting, with further spellings; the schema parses its value."""
+def setting_flag(name: str, key: str, *also: str, group: str = "") -> inspect.Parameter:
+    """Build the flag of a setting, with further spellings; the schema parses its value.
+
+    In the help it stands under `group`, by default that of the setting's section.
+    """
     field = field_of(key)
     kind, _ = kind_of(field)
     help_text = command_help(field.description or "", field.get_default(call_default_factory=True))
     if kind is bool:
-        return make_flag(name, bool, switch(name, help_text, *also, group=group_of(key)))
+        return make_flag(name, bool, switch(name, help_text, *also, group=group or group_of(key)))
     completion = _completion(key, kind)
     metavar = _METAVARS.get(get_origin(kind) or kind, "TEXT")
     option: Any = typer.Option(
@@ -57,7 +60,7 @@ def setting_flag(name: str, key: str, *also: str) -> inspect.Parameter:
         metavar=metavar,
         show_default=False,
         autocompletion=completion,
-        rich_help_panel=group_of(key),
+        rich_help_panel=group or group_of(key),
     )
     return make_flag(name, str, option)
 
@@ -70,7 +73,7 @@ def group_of(key: str) -> str:
 def _completion(key: str, kind: Any) -> Callable[[str], list[str]] | None:
     """Return a completion of choices or of installed providers' names."""
     if key in PROVIDER_KINDS:
-        return complete_providers(PROVIDER_KINDS[key])
+        return complete_providers(PROVIDER_KINDS[key], *([AUTO] if key in WITH_AUTO else ()))
     if get_origin(kind) is not Literal:
         return None
     return lambda incomplete: [name for name in get_args(kind) if name.startswith(incomplete)]

@@ -26,8 +26,11 @@ def complete_kind(incomplete: str) -> list[str]:
     return beginning((one.provider.kind for one in PluginRegistry.load().providers()), incomplete)
 
 
-def complete_providers(kind: str) -> Complete:
-    """Return the completions of the last of comma-separated providers: of its name, or of an option's."""
+def complete_providers(kind: str, *also: str) -> Complete:
+    """Return the completions of the last of comma-separated providers: of its name, or of an option's.
+
+    `also` are further names that the setting takes.
+    """
 
     def complete(incomplete: str) -> list[str]:
         registry = PluginRegistry.load()
@@ -37,7 +40,7 @@ def complete_providers(kind: str) -> Complete:
             names = _options(registry, kind, re.split("[,=]", head)[-1].strip())
         else:
             last = re.split("[,=]", incomplete)[-1].lstrip()
-            names = [entry.provider.name for entry in registry.providers(kind)]
+            names = [*also, *(entry.provider.name for entry in registry.providers(kind))]
         return [incomplete.removesuffix(last) + name for name in beginning(names, last)]
 
     return complete

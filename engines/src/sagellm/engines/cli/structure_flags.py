@@ -39,12 +39,15 @@ _NAMES = frozenset(flag.name for flag in STRUCTURE_FLAGS)
 def split_structure(options: Mapping[str, Any]) -> tuple[StructuredOutputs | None, dict[str, Any]]:
     """Return what an answer must match, None if it may be anything, and the other options.
 
-    Raises ConfigError for a file that cannot be read, InvalidRequestError for two of these flags.
+    Raises ConfigError for a file that cannot be read, and for two of these flags.
     """
     given = {name: value for name, value in options.items() if name in _NAMES}
     others = {name: value for name, value in options.items() if name not in _NAMES}
     if not given:
         return None, others
+    if len(given) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{flags} are given; an answer can match only one of them")
     if "json_schema" in given:
         given["json"] = _schema(given.pop("json_schema"))
     if "choice" in given:

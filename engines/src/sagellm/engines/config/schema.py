@@ -93,13 +93,14 @@ class EngineConfig(Checked):
             section, _, name = key.partition(".")
             named = getattr(getattr(self, section), name)
             for spec in named if isinstance(named, tuple) else (named,):
-                if spec is not None and not (key in _WITH_AUTO and spec.name == AUTO):
+                if spec is not None and not (key in WITH_AUTO and spec.name == AUTO):
                     yield NamedProvider(key, kind, spec)
 
 
 AUTO = "auto"
 """As the forward backend, the first one that can run the model; as a parser, the first that fits it."""
-_WITH_AUTO = ("forward.backend", "server.tool_parser", "server.reasoning_parser")
+WITH_AUTO = ("forward.backend", "server.tool_parser", "server.reasoning_parser")
+"""Settings that may be `auto`."""
 
 
 class NamedProvider(NamedTuple):

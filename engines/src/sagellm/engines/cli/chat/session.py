@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sagellm.core import EngineError, InvalidInputError
@@ -13,12 +13,13 @@ from sagellm.engines.cli.chat.conversation import Conversation
 from sagellm.engines.cli.chat.reasoning_view import ReasoningView
 from sagellm.engines.cli.chat.terminal import Terminal
 from sagellm.engines.held_interrupts import HeldInterrupts
-from sagellm.engines.parsers.choice import PROMPT_END_TOKENS
+from sagellm.engines.parsers.choice import PROMPT_END_TOKENS, ChosenParsers
+from sagellm.engines.parsers.structure import after_reasoning
 from sagellm.engines.requests.outputs import RequestOutput
 from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.sampling.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
-    from sagellm.core import ReasoningParserProtocol
     from sagellm.engines import LLMEngine
 
 _ROOM_SHARE = 4  # an answer is left this part (1 ÷ 4) of the context, or its max_tokens if fewer
@@ -32,7 +33,7 @@ class ChatSession:
     params: SamplingParams
     conversation: Conversation
     terminal: Terminal
-    reasoning_parser: ReasoningParserProtocol | None = None
+    parsers: ChosenParsers = field(default_factory=ChosenParsers)
 
     def run(self) -> None:
         """Converse until the end of the input. Raises a question's error only in a pipe."""
@@ -87,13 +88,18 @@ class ChatSession:
         token_ids = self._fitting_prompt(question)
         left = max(1, self.max_context - len(token_ids))
         params = replace(self.params, max_tokens=min(self.params.max_tokens or left, left))
-        if self.reasoning_parser is None:
+        parser = self.parsers.reasoning_parser
+        if parser is None:
             return stream_answer(
                 self.engine, token_ids, params, write=self.terminal.write, is_stopped=is_stopped
             )
         tokenizer = self.engine.light_tokenizer
         prompt_end = "" if tokenizer is None else tokenizer.decode(token_ids[-PROMPT_END_TOKENS:])
-        shown = ReasoningView(self.reasoning_parser.start(prompt_end), self.terminal)
+        asked, tags = params.structured_outputs, parser.tags(prompt_end)
+        if isinstance(asked, StructuredOutputs) and tags is not None:
+            after = after_reasoning(asked, tags, self.parsers.token_ids)
+            params = replace(params, structured_outputs=after)
+        shown = ReasoningView(parser.start(prompt_end), self.terminal)
         output = stream_answer(self.engine, token_ids, params, write=shown.write, is_stopped=is_stopped)
         shown.end()
         return output
