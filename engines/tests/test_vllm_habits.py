@@ -65,6 +65,8 @@ def test_the_asynchronous_engine_takes_the_same(checkpoint):
         ({"trust_remote_code": True}, "never run"),
         ({"swap_space": 4}, r"kv_tiers=\{'host': '4GiB'\}"),
         ({"num_gpu_blocks_override": 100}, "set num_blocks"),
+        ({"structured_outputs_config": {"backend": "xgrammar"}}, r"grammar_backend='xgrammar"),
+        ({"speculative_config": {"method": "ngram"}}, r"speculation='ngram"),
         ({"gpu_memory_utilisation": 0.5}, r"Did you mean 'gpu_memory_utilization'"),
         ({"tensor_parallel_size": True}, "is True"),
     ],

@@ -264,6 +264,10 @@ def test_debug_may_come_from_the_environment(sage, monkeypatch):
         ("sage llm generate --dtype fp", ""),
         ("sage llm generate --dtype bfl", "bfloat16"),
         ("sage llm generate --eviction-policy nu", "null"),
+        ("sage llm generate --speculation su", "suffix"),
+        ("sage llm chat --reasoning-parser au", "auto"),
+        ("sage llm serve --tool-call-parser he", "hermes"),
+        ("sage llm serve --grammar-backend xgrammar{max_w", "xgrammar{max_whitespace="),
     ],
 )
 def test_the_tab_key_completes(words, expected):
@@ -313,6 +317,10 @@ def test_one_device_is_what_there_is(sage, command, tmp_path):
         (("serve", "--swap-space", "4"), "--kv-tiers '{host: 4GiB}'"),
         (("serve", "--num-gpu-blocks-override=100"), "write --num-blocks"),
         (("generate", "x", "--trust-remote-code"), "no code of a checkpoint is ever run"),
+        (("serve", "--guided-decoding-backend", "xgrammar"), "write --grammar-backend NAME"),
+        (("serve", "--structured-outputs-config.backend", "xgrammar"), "write --grammar-backend"),
+        (("serve", "--speculative-config.method=ngram"), "--speculation 'ngram{max_tokens=8"),
+        (("serve", "--tool-parser-plugin", "mine.py"), "install the parser as a package"),
         (("bench", "serve", "--random-input-len", "5"), "write --input-len"),
         (("bench", "serve", "--dataset-path", "x"), "--trace FILE"),
     ],

@@ -11,12 +11,18 @@ from sagellm.engines.cli.flags import make_flag
 
 _FIRST = ("Arguments", "Options")
 
+_PARSER = "install the parser as a package, and name it: docs/providers/ has the smallest one"
+_SPECULATION = (
+    "write --speculation 'ngram{max_tokens=8,min_match=2}' for the method ngram with 8 "
+    "num_speculative_tokens and a prompt_lookup_min of 2, or --speculation suffix; no model drafts"
+)
 _HINTS = {
     "--backend": "all servers with the OpenAI API are measured alike; leave it out, or see --endpoint",
     "--chat-template": "the tokenizer's own template is used; a chat_template.jinja beside it replaces it",
     "--cpu-offload-gb": "weights stay on the device; evicted KV goes to memory by --kv-tiers '{host: 4GiB}'",
     "--dataset-name": "prompts are made by --input-len and --output-len, or come from --trace FILE",
     "--dataset-path": "name a file of requests with --trace FILE",
+    "--default-chat-template-kwargs": "a request gives `chat_template_kwargs`",
     "--disable-log-requests": "--no-access-log turns off the line per request",
     "--disable-log-stats": "statistics are shown only on request, at /metrics and by `sage llm cache stats`",
     "--disable-tqdm": "progress goes to standard error; 2>/dev/null hides it",
@@ -26,33 +32,39 @@ _HINTS = {
     "--enable-chunked-prefill": "it is always on; --max-num-batched-tokens limits a step",
     "--enable-log-requests": "--log-level INFO logs how each request ended",
     "--enable-lora": "adapters are not supported; merge one into its checkpoint",
+    "--enable-reasoning": "reasoning is split off by --reasoning-parser, which is auto; leave it out",
     "--enforce-eager": "write --forward-backend '{name: cuda, options: {graphs: false}}'",
+    "--exclude-tools-when-tool-choice-none": "it is always so; leave it out",
     "--generation-config": "the checkpoint's generation_config.json is used; requests may say otherwise",
-    "--guided-decoding-backend": "structured output is not supported",
+    "--guided-decoding-backend": "write --grammar-backend NAME",
     "--hf-token": "set HF_TOKEN in the environment",
     "--kv-transfer-config": "KV is kept on this machine or in Redis: --kv-tiers",
     "--load-format": "only safetensors are read; leave it out",
     "--lora-modules": "adapters are not supported; merge one into its checkpoint",
     "--max-logprobs": "a request may ask for at most 20; leave it out",
     "--num-gpu-blocks-override": "write --num-blocks",
+    "--num-speculative-tokens": _SPECULATION,
     "--num-warmups": "write --warmup",
     "--override-generation-config": "requests state their sampling parameters",
     "--random-input-len": "write --input-len",
     "--random-output-len": "write --output-len",
     "--random-prefix-len": "write --prefix-share, the share of each prompt",
     "--result-filename": "write --save FILE",
+    "--reasoning-parser-plugin": _PARSER,
     "--root-path": "a proxy in front of the server can rewrite paths",
     "--save-result": "write --save FILE",
     "--return-tokens-as-token-ids": "a request may ask for it: `return_tokens_as_token_ids`",
     "--scheduling-policy": "a request's `priority` is always respected; --scheduler-passes changes the rest",
-    "--speculative-config": "write --speculation 'ngram{max_tokens=8,min_match=2}' for the method ngram with "
-    "8 num_speculative_tokens and a prompt_lookup_min of 2, or --speculation suffix; no model drafts",
+    "--speculative-config": _SPECULATION,
+    "--speculative-model": _SPECULATION,
     "--ssl-certfile": "a proxy in front of the server can terminate TLS",
     "--ssl-keyfile": "a proxy in front of the server can terminate TLS",
-    "--structured-outputs-config": "structured output is not supported",
+    "--structured-outputs-config": "write --grammar-backend 'NAME{…}', and --reasoning-parser NAME",
     "--swap-space": "evicted KV goes to memory with --kv-tiers '{host: 4GiB}'",
     "--task": "every model generates; leave it out",
     "--tokenizer-mode": "the fast tokenizer is used; leave it out",
+    "--tool-parser-plugin": _PARSER,
+    "--tool-server": "tools are called by the client; leave it out",
     "--trust-remote-code": "no code of a checkpoint is ever run; leave it out",
     "--uvicorn-log-level": "write --log-level",
 }
@@ -79,7 +91,7 @@ class GroupedCommand(TyperCommand):
         """Parse; for a flag that only vLLM has, say what to write instead."""
         known = {spelling for param in self.params for spelling in (*param.opts, *param.secondary_opts)}
         for argument in args:
-            name = argument.partition("=")[0]
+            name = argument.partition("=")[0].partition(".")[0]  # --speculative-config.method
             if name == "--":
                 break
             if name in _HINTS and name not in known:

@@ -112,6 +112,8 @@ class EngineSettings(TypedDict, total=False):
     skip_tokenizer_init: Literal[False]
     enable_lora: Literal[False]
     speculative_config: None
+    structured_outputs_config: None
+    guided_decoding_backend: None
     compilation_config: None
     num_gpu_blocks_override: None
     download_dir: None

@@ -21,6 +21,7 @@ class VLLMSetting(NamedTuple):
 
 _ONE_DEVICE = "a model runs on one device; set `device` to choose it"
 _BOTH = (True, False)
+_GRAMMAR = "write grammar_backend='xgrammar{max_whitespace=0}', or the name of another grammar provider"
 SPECULATION = (
     "write speculation='ngram{max_tokens=8,min_match=2}' for {'method': 'ngram', "
     "'num_speculative_tokens': 8, 'prompt_lookup_min': 2}, and speculation='suffix' for "
@@ -44,6 +45,8 @@ VLLM_NAMES: dict[str, VLLMSetting] = {
     "skip_tokenizer_init": VLLMSetting((False,), "give SamplingParams(detokenize=False) to get no text"),
     "enable_lora": VLLMSetting((False,), "adapters are not supported"),
     "speculative_config": VLLMSetting((None,), SPECULATION),
+    "structured_outputs_config": VLLMSetting((None,), _GRAMMAR),
+    "guided_decoding_backend": VLLMSetting((None,), _GRAMMAR),
     "compilation_config": VLLMSetting((None,), "nothing is compiled"),
     "num_gpu_blocks_override": VLLMSetting((None,), "set num_blocks"),
     "download_dir": VLLMSetting((None,), "set the environment variable HF_HUB_CACHE to the folder"),

@@ -42,7 +42,9 @@ VLLM_PARAMETERS: Mapping[str, VLLMSetting] = {
         (None, True), "the tokenizer's own decoder decides about spaces; leave it out"
     ),
     "stream_interval": VLLMSetting((None, 1), "each step yields its tokens; leave it out"),
-    "thinking_token_budget": VLLMSetting((None, -1), "there is no reasoning parser; leave it out"),
+    "thinking_token_budget": VLLMSetting(
+        (None, -1), "max_tokens bounds reasoning and answer together; leave it out"
+    ),
     "trace_decode_token_ids": VLLMSetting((None,), "output cannot be dictated; leave it out"),
     "truncate_prompt_tokens": VLLMSetting((None,), "shorten the prompt"),
     "use_beam_search": VLLMSetting((None, False), _BEAMS),
