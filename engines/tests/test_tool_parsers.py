@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sagellm.core import InvalidRequestError, PluginRegistry
+from sagellm.core import ConfigError, InvalidRequestError, PluginRegistry
 from sagellm.core.protocols.parsers import Content, FunctionTool
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.parsers import parse_tool_calls
@@ -270,6 +270,17 @@ def test_python_parses_by_name():
     assert [(call.name, call.arguments) for call in answer.tool_calls] == [("run", '{"a": 1}')]
     tools = [{"type": "function", "function": {"name": "other"}}]
     assert parse_tool_calls(hermes("run", {}), parser="hermes", tools=tools).tool_calls == []
+
+
+def test_python_reads_reasoning_before_calls():
+    text = "<think>\nI add <tool_call>.\n</think>\n\n" + hermes("run", {"a": 1})
+    answer = parse_tool_calls(text, parser="hermes", reasoning_parser="qwen3")
+    assert (answer.content, answer.reasoning) == ("", "I add <tool_call>.")
+    assert [call.name for call in answer.tool_calls] == ["run"]
+    opened = parse_tool_calls("Hm.</think>4", parser="null", reasoning_parser="qwen3", prompt_end="<think>\n")
+    assert (opened.reasoning, opened.content) == ("Hm.", "4")
+    with pytest.raises(ConfigError, match=r"hermes.*colour"):
+        parse_tool_calls(text, parser="hermes{colour=red}")
 
 
 def test_the_embedded_model_calls_a_tool_in_python():

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sagellm.core import InvalidRequestError, PluginRegistry, ToolParserProtocol
+from sagellm.core import (
+    InvalidRequestError,
+    PluginRegistry,
+    ProviderSpec,
+    ReasoningParserProtocol,
+    ToolParserProtocol,
+)
 from sagellm.core.protocols.parsers import (
     AnswerParser,
     AnswerPart,
@@ -75,17 +81,30 @@ class ReasoningThenCalls(AnswerParser):
         return found
 
 
-def parse_tool_calls(text: str, *, parser: str, tools: Iterable[Mapping[str, Any]] | None = None) -> Answer:
-    """Return the content and the tool calls in the text of an answer.
+def parse_tool_calls(
+    text: str,
+    *,
+    parser: str | Mapping[str, Any] | ProviderSpec,
+    tools: Iterable[Mapping[str, Any]] | None = None,
+    reasoning_parser: str | Mapping[str, Any] | ProviderSpec | None = None,
+    prompt_end: str = "",
+) -> Answer:
+    """Return the content, the tool calls and the reasoning in the text of an answer.
 
-    `parser` is the name of a tool parser: `hermes`, `qwen3`, `llama3`, `mistral`, or one of another package.
-    Where a format's tags are special tokens, generate the text with `skip_special_tokens=False`. With
-    `tools`, as for `LLMEngine.chat`, calls of other functions are content. Raises UnknownProviderError, and
-    InvalidRequestError for tools that are not functions.
+    `parser` is a tool parser, as a setting names it: `hermes`, `qwen3`, `llama3`, `mistral`, or one of
+    another package with its options. With a `reasoning_parser`, calls are looked for behind the reasoning;
+    `prompt_end` is the end of the prompt's text, if its template may have begun that. Where a format's tags
+    are special tokens, generate the text with `skip_special_tokens=False`. With `tools`, as for
+    `LLMEngine.chat`, calls of other functions are content. Raises UnknownProviderError, ConfigError for an
+    unknown option, and InvalidRequestError for tools that are not functions.
     """
-    factory: Any = PluginRegistry.load().resolve("tool_parser", parser)
-    made: ToolParserProtocol = factory()
-    reader = made.start(None if tools is None else list(map(function_tool, tools)))
+    registry = PluginRegistry.load()
+    calls: ToolParserProtocol = registry.make("tool_parser", ProviderSpec.of(parser), chat_template="")
+    reader = calls.start(None if tools is None else list(map(function_tool, tools)))
+    if reasoning_parser is not None:
+        spec = ProviderSpec.of(reasoning_parser)
+        thinking: ReasoningParserProtocol = registry.make("reasoning_parser", spec, chat_template="")
+        reader = ReasoningThenCalls(thinking.start(prompt_end), reader)
     return Answer.of([*reader.feed(text), *reader.finish()])
 
 
