@@ -60,6 +60,7 @@ class _Kind(NamedTuple):
     null: type | None = None
     does: Callable[[Any], bool] | None = None
     sample: Callable[[Any, str | None], dict[str, Any]] | None = None  # input for the contract
+    has_template: bool = False  # whether the engine gives factories a chat template
 
 
 def _make(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -224,7 +225,12 @@ _KINDS = {
         QuantizerContract, "QuantizerProtocol", lambda factory: factory(QuantizationConfig()), _make_quantizer
     ),
     "reasoning_parser": _Kind(
-        ReasoningParserContract, "ReasoningParserProtocol", _call, _make, sample=_answer
+        ReasoningParserContract,
+        "ReasoningParserProtocol",
+        _call,
+        _make,
+        sample=_answer,
+        has_template=True,
     ),
     "scheduler": _Kind(
         SchedulerContract,
@@ -235,7 +241,9 @@ _KINDS = {
         does=_schedules,
     ),
     "scheduler_pass": _Kind(SchedulerPassContract, "SchedulerPassProtocol", _call, _make),
-    "tool_parser": _Kind(ToolParserContract, "ToolParserProtocol", _call, _make, sample=_answer),
+    "tool_parser": _Kind(
+        ToolParserContract, "ToolParserProtocol", _call, _make, sample=_answer, has_template=True
+    ),
     "topology": _Kind(TopologyContract, "TopologyProtocol", _call, _make),
     "trace_reader": _Kind(
         TraceReaderContract,
@@ -314,6 +322,8 @@ def factory_contract(
         raise UncheckedError(f"a sample was given, and the contract of {kind} takes none")
     if options:
         factory = _with_options(factory, options)
+    if entry.has_template and "chat_template" in signature(factory).parameters:
+        factory = partial(factory, chat_template="")
     protocol = getattr(sagellm.core, entry.protocol)
     exercised = Exercised(protocol, on_call)
     make = partial(_refuse_gaps, factory)
