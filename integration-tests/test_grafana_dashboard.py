@@ -27,7 +27,7 @@ def labels_of(tmp_path_factory) -> dict[str, set[str]]:
     """Every sample's name on a real server's page, with its labels."""
     folder = tmp_path_factory.mktemp("served")
     checkpoint = make_checkpoint(folder / "checkpoint", seed=7)
-    with served(checkpoint, folder) as url:
+    with served(checkpoint, folder, "--speculation", "ngram") as url:
         page = urlopen(f"{url}/metrics").read().decode()
     samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
     return {sample.name: set(sample.labels) for sample in samples}
