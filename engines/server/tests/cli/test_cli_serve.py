@@ -164,7 +164,7 @@ def test_an_open_address_without_a_key_is_refused_before_anything_is_loaded(sage
 
 
 @pytest.mark.parametrize("command", [("serve",), ("engine", "start")], ids=" ".join)
-def test_port_and_keys_are_checked_before_the_model_is_looked_for(sage_process, tmp_path, port, command):
+def test_what_can_be_checked_before_the_model_is(sage_process, tmp_path, port, command):
     keys = tmp_path / "keys"
     keys.write_text("sk-1 weight=heavy\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -172,6 +172,7 @@ def test_port_and_keys_are_checked_before_the_model_is_looked_for(sage_process, 
             ("--port", taken.getsockname()[1]): f"server.port {taken.getsockname()[1]} on 127.0.0.1",
             ("--port", port, "--api-key-file", tmp_path / "none"): "cannot be read: No such file",
             ("--port", port, "--api-key-file", keys): f"{str(keys)!r}, line 1: weight must be a number",
+            ("--port", port, "--tool-call-parser", "hermes{x=1}"): "server.tool_parser: tool_parser 'hermes'",
         }
         for flags, told in cases.items():
             result = sage_process(*command, "absent/model", *flags)
