@@ -30,6 +30,7 @@ OPTIONAL = {
     "sagellm-testing": "checking plugins",
     "matplotlib": "plots",
     "triton": "kernels on GPUs",
+    "xgrammar": "structured outputs and forced tool calls",
 }
 """Library → what needs it."""
 
