@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import re
 
 import pytest
 
 from sagellm.core import InvalidRequestError
-from sagellm.engines.grammar.json_patterns import FORMATS, format_pattern, whole_pattern
+from sagellm.engines.grammar.json_patterns import (
+    FORMATS,
+    format_pattern,
+    limited,
+    other_names,
+    whole_pattern,
+)
 from sagellm.engines.grammar.json_schema import lowered
 
 OBJECT = {"type": "object"}
@@ -30,6 +37,12 @@ def low(schema, **options):
         ),
         ({"type": "integer", "exclusiveMaximum": 3.5}, {"type": "integer", "maximum": 3}),
         ({"const": 1, "type": "integer"}, {"enum": [1]}),
+        (
+            {"type": "number", "multipleOf": 5, "exclusiveMinimum": -5, "maximum": 12.5},
+            {"enum": [0, 5, 10]},
+        ),
+        ({"type": "integer", "multipleOf": 3}, {"type": "integer", "multipleOf": 3}),
+        ({"type": "number", "multipleOf": 1}, {"type": "integer"}),
         ({"enum": ["a", 1, True, 2.5], "type": ["integer", "boolean"]}, [{"enum": [1]}, {"enum": [True]}]),
         ({"enum": ["a", "abc"], "maxLength": 1}, {"enum": ["a"]}),
         ({"allOf": [{"minimum": 3}, {"maximum": 5}], "type": "integer"}, {"minimum": 3, "maximum": 5}),
@@ -69,11 +82,20 @@ def test_a_schema_becomes_alternatives_of_one_type_each(schema, expected):
 def test_objects_may_be_left_open():
     schema = {"type": "object", "properties": {"a": {}}}
     assert low(schema)["additionalProperties"] is False
-    assert low(schema, additional_properties=True)["additionalProperties"] is True
+    others = low(schema, additional_properties=True)["patternProperties"]
+    assert list(others.values()) == [{}]
     given = {**schema, "additionalProperties": {"type": "integer"}}
-    assert low(given)["additionalProperties"] == {"type": "integer"}
-    odd = {"type": "object", "properties": {'a"b': {}}, "additionalProperties": True}
-    assert low(odd)["additionalProperties"] is False  # the compiler would allow the name again
+    assert list(low(given)["patternProperties"].values()) == [{"type": "integer"}]
+
+
+def test_other_names_are_all_but_these():
+    names = ["a", "ab", "abc", "c^", "-]", "[(", "", 'x"y', "cb\tb"]
+    pattern = re.compile(other_names(names))
+    for length in range(4):
+        for text in map("".join, itertools.product("abc^-](x", repeat=length)):
+            assert bool(pattern.fullmatch(text)) == (text not in names), text
+    assert not pattern.fullmatch("[(")
+    assert re.fullmatch(other_names(["a"]), "")
 
 
 def test_references_are_followed_by_pointer_and_anchor_also_to_themselves():
@@ -107,7 +129,14 @@ def test_references_are_followed_by_pointer_and_anchor_also_to_themselves():
         ({"$dynamicRef": "#a"}, "/$dynamicRef", "not supported"),
         ({"requierd": ["a"]}, "/requierd", "Did you mean 'required'?"),
         ({"type": "array", "uniqueItems": True}, "/uniqueItems", "not compared"),
-        ({"type": "number", "multipleOf": 2}, "/multipleOf", "only 1"),
+        ({"type": "number", "multipleOf": 0.5}, "/multipleOf", "whole numbers"),
+        ({"type": "integer", "multipleOf": 0}, "/multipleOf", "whole numbers"),
+        ({"type": "integer", "multipleOf": 2, "minimum": 0}, "/multipleOf", "both"),
+        (
+            {"type": "integer", "multipleOf": 2, "minimum": 0, "maximum": 9e9},
+            "/multipleOf",
+            "more than 1000 values",
+        ),
         ({"type": "strng"}, "/type", "Did you mean 'string'?"),
         ({"type": "string", "format": "dat"}, "/format", "Did you mean 'date'?"),
         ({"type": "string", "pattern": "a(?=b)"}, "/pattern", "group that begins with (?"),
@@ -171,10 +200,12 @@ def test_what_is_not_json_or_too_deep_is_refused():
         ("ipv4", ["0.0.0.0", "255.1.19.200"], ["256.0.0.0", "1.2.3", "01.2.3.4"]),
         ("ipv6", ["::1", "1:2:3:4:5:6:7:8", "fe80::1:2"], ["1::2::3", "12345::", "1:2:3"]),
         ("email", ["joe@example.com"], ["joe", "@a", "a@b@c"]),
-        ("hostname", ["a.b-c.de"], ["-a", "a-.b", "a..b", ""]),
+        ("hostname", ["a.b-c.de"], ["-a", "a-.b", "a..b", "ab--c", ""]),
         ("duration", ["P4DT12H30M5S", "PT1H", "P2W"], ["P", "PT", "P1D2H", "P2W1D"]),
         ("uri", ["https://example.com/a"], ["example.com", "http://", "//a"]),
         ("json-pointer", ["", "/a~0b/c"], ["a", "/a~"]),
+        ("relative-json-pointer", ["0", "1/a~1b", "2#"], ["", "01", "/a", "1#/a", "-1"]),
+        ("byte", ["", "YQ==", "YWI=", "YWJj"], ["YQ", "YQ=", "=", "YW Jj"]),
     ],
 )
 def test_formats_allow_texts_of_the_format_alone(name, valid, invalid):
@@ -255,3 +286,59 @@ def _alternatives(chance, depth):
         return "".join(atom() + chance.choice(repeats) for _ in range(chance.randint(1, 3)))
 
     return "|".join(sequence() for _ in range(chance.choice([1, 1, 2])))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fewest", "most", "expected"),
+    [
+        ("^[a-z]+$", 2, 5, "[a-z]{2,5}"),
+        ("^[a-z]*$", 3, math.inf, "[a-z]{3,}"),
+        (r"^id-\d+\.$", 0, 8, r"id-\d{1,4}\."),
+        ("^[A-Z]{2}-[0-9]{3}$", 1, 10, "[A-Z]{2}-[0-9]{3}"),
+        ("^(red|green|blue)?$", 0, 5, "(red|green|blue){0,1}"),
+        ("^a{2,9}?b$", 0, 5, "a{2,4}b"),
+        ("a", 1, math.inf, ".*a.*"),
+        ("^[a-z]+$", 0, 0, None),
+        ("^abc$", 4, 9, None),
+    ],
+)
+def test_lengths_are_written_into_patterns(pattern, fewest, most, expected):
+    assert limited(whole_pattern(pattern), fewest, most) == expected
+    schema = {"type": "string", "pattern": pattern, "minLength": fewest}
+    schema |= {} if most == math.inf else {"maxLength": most}
+    if expected is not None:
+        assert low(schema) == {"type": "string", "pattern": expected}
+
+
+@pytest.mark.parametrize("pattern", ["^a+b+$", "^(ab)+$", "a", "^a+$|b"])
+def test_lengths_that_several_repeats_make_up_are_refused(pattern):
+    with pytest.raises(InvalidRequestError, match=r"beside maxLength: .* one repeat"):
+        low({"type": "string", "pattern": pattern, "maxLength": 5})
+
+
+def test_limited_patterns_match_what_both_allow():
+    chance = random.Random(3)
+    texts = ["".join(each) for length in range(5) for each in itertools.product("abc", repeat=length)]
+    num_limited = 0
+    for _ in range(600):
+        pattern = f"^{_alternatives(chance, 1)}$"
+        fewest, most = chance.choice([0, 1, 2]), chance.choice([2, 3, math.inf])
+        try:
+            whole = limited(whole_pattern(pattern), fewest, most)
+        except InvalidRequestError:
+            continue
+        num_limited += 1
+        for text in texts:
+            is_valid = re.search(pattern, text) is not None and fewest <= len(text) <= most
+            found = whole is not None and re.fullmatch(whole, text) is not None
+            assert found == is_valid, (pattern, fewest, most, text)
+    assert num_limited > 200
+
+
+def test_formats_have_lengths_and_some_are_of_any_text():
+    assert low({"type": "string", "format": "email", "maxLength": 320})["pattern"] == format_pattern("email")
+    with pytest.raises(InvalidRequestError, match="/format: it is not supported beside maxLength"):
+        low({"type": "string", "format": "email", "maxLength": 20})
+    assert low({"type": "string", "format": "password", "minLength": 8}) == {"type": "string", "minLength": 8}
+    both = {"type": "string", "format": "path", "pattern": "^a$"}
+    assert low(both) == {"type": "string", "pattern": "a"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -10,9 +12,14 @@ import pytest
 
 from sagellm.core import ConfigError, EngineError, InvalidRequestError
 from sagellm.core.protocols.grammar import Vocabulary
+from sagellm.core.protocols.parsers import FunctionTool
 from sagellm.engines.grammar.compile_process import CompileLimits, CompileProcess
 from sagellm.engines.grammar.provider import XGrammar
 from sagellm.engines.grammar.vocabulary import from_bytes, to_bytes, vocabulary_of
+from sagellm.engines.parsers.hermes import HermesToolParser
+from sagellm.engines.parsers.llama3 import Llama3ToolParser
+from sagellm.engines.parsers.mistral import MistralToolParser
+from sagellm.engines.parsers.qwen3 import Qwen3ToolParser
 from sagellm.testing import GrammarContract
 from sagellm.testing.grammar import KIT_VOCABULARY
 from sagellm.testing.patience import wait_until
@@ -140,3 +147,132 @@ def test_the_tokens_of_a_text_are_its_bytes(make_engine):
     assert all(made.tokens[each] == b"" for each in made.stop_token_ids)
     words = np.zeros(made.num_words, np.uint32)
     assert words.size * 32 >= limits.vocab_size
+
+
+BOOKING = {
+    "type": "object",
+    "properties": {
+        "day": {"type": "string", "format": "date"},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}$"},
+        "seats": {"$ref": "#/$defs/seats"},
+    },
+    "required": ["day", "code", "seats"],
+    "$defs": {"seats": {"minimum": 2, "maximum": 9, "type": ["integer", "null"]}},
+}
+PARSERS = {
+    "hermes": (HermesToolParser(), '<tool_call>\n{"name": "book", "arguments": %s}\n</tool_call>'),
+    "llama3": (Llama3ToolParser(), '{"name": "book", "parameters": %s}'),
+    "mistral": (MistralToolParser(), '[TOOL_CALLS][{"name": "book", "arguments": %s}]'),
+    "named": (MistralToolParser("[ARGS]"), "[TOOL_CALLS]book[ARGS]%s"),
+}
+
+
+def matches(provider, kind, text, answer):
+    state = provider.start(provider.prepare(kind, text))
+    tokens = [*answer.encode(), *KIT_VOCABULARY.stop_token_ids]
+    return provider.advance(state, tokens) == len(tokens)
+
+
+def forced(parser, parameters):
+    tools = [FunctionTool(name="book", parameters=parameters)]
+    return json.dumps(parser.structure(tools, is_required=True, is_parallel=True))
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+def test_a_forced_call_matches_every_keyword_of_its_schema(provider, kind):
+    parser, form = PARSERS[kind]
+    good = {"day": "2024-02-29", "code": "AB", "seats": 2}
+    structure = forced(parser, BOOKING)
+    assert matches(provider, "structural_tag", structure, form % json.dumps(good))
+    assert matches(provider, "structural_tag", structure, form % json.dumps({**good, "seats": None}))
+    for wrong in ({"day": "2023-02-29"}, {"code": "ABC"}, {"seats": 1}, {"seats": 10}, {"seats": "2"}):
+        assert not matches(provider, "structural_tag", structure, form % json.dumps({**good, **wrong}))
+    assert not matches(provider, "structural_tag", structure, form % '{"day": "2024-02-29"}')
+
+
+def test_a_forced_call_in_xml_matches_every_keyword_of_its_schema(provider):
+    form = (
+        "<tool_call>\n<function=book>\n<parameter=day>\n{day}\n</parameter>\n<parameter=code>\n{code}\n</parameter>\n"
+        "<parameter=seats>\n{seats}\n</parameter>\n</function>\n</tool_call>"
+    )
+    structure = forced(Qwen3ToolParser(), BOOKING)
+    good = {"day": "2024-02-29", "code": "AB", "seats": "2"}
+    assert matches(provider, "structural_tag", structure, form.format(**good))
+    for wrong in ({"day": "2023-02-29"}, {"code": "ABC"}, {"seats": "1"}, {"seats": "10"}):
+        assert not matches(provider, "structural_tag", structure, form.format(**good | wrong))
+
+
+@pytest.mark.parametrize("kind", [*PARSERS, "qwen3"])
+def test_a_forced_call_whose_schema_cannot_be_asserted_is_refused_by_name(provider, kind):
+    parser = Qwen3ToolParser() if kind == "qwen3" else PARSERS[kind][0]
+    for schema in ({"format": "dayte"}, {"pattern": "(?=a)"}, {"not": {}}, {"$ref": "#/$defs/none"}):
+        (keyword,) = schema
+        structure = forced(parser, {"properties": {"day": {"type": "string", **schema}}})
+        with pytest.raises(InvalidRequestError, match=r"^structural_tag: after .*book") as e:
+            provider.prepare("structural_tag", structure)
+        assert f"the schema at /properties/day/{keyword}: " in str(e.value)
+
+
+def test_neither_torch_nor_transformers_is_loaded_to_compile():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from sagellm.engines.grammar.compiling import Compiler\n"
+        "from sagellm.testing.grammar import KIT_VOCABULARY\n"
+        "compiler = Compiler(KIT_VOCABULARY, max_whitespace=8, additional_properties=False)\n"
+        "assert compiler.compile('json', '{\"type\": \"null\"}', 1e9)\n"
+        "assert 'transformers' not in sys.modules\n"
+        "del sys.modules['torch']\n"
+        "import xgrammar\n"
+        "assert xgrammar.GrammarCompiler.__module__ == 'xgrammar.compiler', 'others find all of it'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        (
+            {"properties": {"a": {"type": "integer"}, "ab": {}}, "additionalProperties": {"type": "null"}},
+            ['{"a":1,"ab":2,"abc":null}', '{"b":null}', '{"":null,"b":null}', '{"aa":null}', '{"ü😀":null}'],
+            ['{"a":1,"\\u0061":null}', '{"a":1,"a":null}', '{"\\u0061":null}', '{"ab":2,"a\\u0062":null}'],
+        ),
+        (
+            {"properties": {'q"': {"type": "integer"}, "no": False}, "additionalProperties": True},
+            ['{"q\\"":1,"b":"x"}', '{"b":{"\\u0061":1}}', "{}"],
+            ['{"q\\"":1,"q\\"":"x"}', '{"q\\u0022":"x"}', '{"no":1}', '{"n\\u006f":1}'],
+        ),
+        (
+            {"properties": {"a": {"type": "integer"}}, "required": ["a", "ä b"], "additionalProperties": {}},
+            ['{"a":1,"ä b":1}', '{"a":1,"ä b":1,"ä":2,"a b":3}'],
+            ['{"a":1}', '{"a":1,"ä b":1,"a":"x"}', '{"a":1,"ä b":1,"\\u00e4 b":3}'],
+        ),
+        ({"properties": {"a": {"type": "integer"}}}, ['{"a":1}'], ['{"a":1,"a":1}', '{"\\u0061":1}']),
+    ],
+)
+def test_a_property_that_is_named_cannot_come_twice(provider, schema, valid, invalid):
+    text = json.dumps({"type": "object", **schema})
+    for answer in valid:
+        assert matches(provider, "json", text, answer), answer
+    for answer in invalid:
+        assert not matches(provider, "json", text, answer), answer
+
+
+def test_multiples_are_multiples(provider):
+    for number in [*range(-40, 41), 700, -49, 10**12, 7 * 10**12 + 7, -(10**9)]:
+        schema = '{"type":["number","null"],"multipleOf":7}'
+        assert matches(provider, "json", schema, str(number)) == (number % 7 == 0), number
+
+
+def test_patterns_and_formats_have_nothing_that_ends_their_text(provider):
+    patterns = ({"pattern": each} for each in ("^[^a]$", "^[^ä]$", "^.$"))
+    for schema in (*patterns, {"format": "json-pointer"}):
+        text = json.dumps({"type": "string", **schema})
+        assert matches(provider, "json", text, '"/"')
+        for wrong in ('"""', '"\\"', '"/"a"', '"/\\a"', '"\n"'):
+            assert not matches(provider, "json", text, wrong), (schema, wrong)
+
+
+def test_lengths_beside_a_pattern_are_asserted(provider):
+    text = json.dumps({"type": "string", "pattern": "^[a-z]+$", "minLength": 2, "maxLength": 4})
+    for length in range(7):
+        assert matches(provider, "json", text, f'"{"x" * length}"') == (2 <= length <= 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import date
 
 import pytest
 
@@ -302,6 +303,29 @@ class TestForced:
             if choice["finish_reason"] == "tool_calls":
                 (call,) = choice["message"]["tool_calls"]
                 assert type(json.loads(call["function"]["arguments"])["minutes"]) is int
+
+    @pytest.mark.parametrize("is_streamed", [False, True])
+    def test_a_schema_that_cannot_be_asserted_is_refused_with_the_name_of_the_tool(self, ask, is_streamed):
+        odd = function("book", "Book a seat.", day={"type": "string", "format": "dayte"})
+        fields = {"tools": [*TOOLS, odd], "tool_choice": "required", "stream": is_streamed}
+        error = ask("Hi", status=400, **fields)
+        assert '"book"' in error["message"]
+        assert "/properties/day/format" in error["message"]
+        assert "Did you mean 'date'?" in error["message"]
+
+    def test_arguments_match_formats_and_limits(self, ask):
+        booking = function(
+            "book",
+            "Book seats.",
+            day={"type": "string", "format": "date"},
+            seats={"type": "integer", "minimum": 2, "maximum": 4},
+        )
+        body = {"tools": [booking], "tool_choice": "required", "parallel_tool_calls": False}
+        for choice in ask("Hello!", **body, n=4, temperature=1.5, seed=1, max_tokens=200)["choices"]:
+            (call,) = choice["message"]["tool_calls"]
+            given = json.loads(call["function"]["arguments"])
+            assert date.fromisoformat(given["day"])
+            assert 2 <= given["seats"] <= 4
 
     def test_a_response_format_excludes_a_call(self, ask):
         fields = {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}

@@ -1,6 +1,6 @@
 """A process that compiles grammars within limits of time and memory.
 
-It imports xgrammar and reads the vocabulary once, and is forked for each text: what exceeds a limit costs one
+It reads the vocabulary and loads xgrammar once, and is forked for each text: what exceeds a limit costs one
 fork, and the next text finds the process warm. A frame is a length of four bytes, then the bytes.
 """
 
@@ -42,12 +42,17 @@ class CompileLimits:
 
 
 class CompileProcess:
-    """The process as its user sees it, from the first text on. One thread makes all calls but `close`."""
+    """The process as its user sees it. It starts with the first call; one thread makes all but `close`."""
 
     def __init__(self, vocabulary: Vocabulary, limits: CompileLimits, **options: object) -> None:
         self._vocabulary, self._limits, self._options = vocabulary, limits, options
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
+
+    def start(self) -> None:
+        """Start the process unless it runs. It gets ready meanwhile. Raises EngineError if it cannot run."""
+        if self._process is None:
+            self._start()
 
     def compile(self, kind: StructureKind, text: str) -> bytes:
         """Return the compiled form of a text, as xgrammar writes it.
@@ -131,14 +136,16 @@ def _read(pipe: IO[bytes] | None, seconds: float | None = None) -> bytes:
 
 def serve() -> None:
     """Read settings and vocabulary, then answer until the pipe is closed."""
-    from sagellm.engines.grammar.compiling import Compiler
-
     os.nice(_NICENESS)
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print
-    settings = json.loads(_read(requests))
+    settings, vocabulary = json.loads(_read(requests)), _read(requests)  # at once: the engine writes them
+    # tvm_ffi imports torch, if it can, for tensors that are not used here
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    from sagellm.engines.grammar.compiling import Compiler
+
     limits = CompileLimits(**settings["limits"])
-    compiler = Compiler(from_bytes(_read(requests)), **settings["options"])
+    compiler = Compiler(from_bytes(vocabulary), **settings["options"])
     while True:
         try:
             request = _read(requests)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from sagellm.core.errors import InvalidRequestError, nearest
+from sagellm.engines.grammar.pattern_lengths import with_lengths
 
 _TOKEN = re.compile(
     r"(?P<escape>\\(?:u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|.))"
@@ -16,6 +18,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _ANY = ".*"
+_END = ""  # of a name, in a tree of names
 _OPTIONAL = "{0,1}"  # xgrammar 0.2 reads `(ab*)?` of a schema's pattern as `a?b*`
 _OUTSIDE_TEXT = ('"', "\\")
 _ESCAPES = frozenset("dwsDWS")
@@ -48,7 +51,7 @@ def _alternatives(pattern: str) -> list[list[str]]:
         if kind == "escape":
             token = _escape(token, pattern)
         elif kind == "set":
-            _check_set(token, pattern)
+            token = _set(token, pattern)
         elif kind == "group":
             depth += 1
         elif kind == "other":
@@ -84,12 +87,19 @@ def _escape(token: str, pattern: str) -> str:
     return token
 
 
-def _check_set(token: str, pattern: str) -> None:
+def _set(token: str, pattern: str) -> str:
     if '"' in token:
         raise _unsupported(pattern, 'a " within it')
     for escape in re.findall(r"\\(.)", token):
         if escape not in "dws" and escape not in _LITERAL_ESCAPES:
             raise _unsupported(pattern, f"\\{escape} in {token}")
+    return _within_text(token)
+
+
+def _within_text(token: str) -> str:
+    """Return a set without what ends a JSON text; of what is not ASCII, xgrammar negates without that."""
+    is_open = token.startswith("[^") and not token.isascii()
+    return rf'{token[:-1]}"\\\x00-\x1f]' if is_open else token
 
 
 def _check_other(token: str, depth: int, pattern: str) -> None:
@@ -99,6 +109,44 @@ def _check_other(token: str, depth: int, pattern: str) -> None:
         raise _unsupported(pattern, f"{token!r}, which a JSON text must escape")
     if depth and token in "^$":
         raise _unsupported(pattern, f"{token} in a group")
+
+
+def limited(whole: str, fewest: int, most: float) -> str | None:
+    """Return a whole pattern for texts of so many characters, None if there are none.
+
+    Raises InvalidRequestError where the limits cannot be written into the pattern.
+    """
+    return with_lengths([match[0] for match in _TOKEN.finditer(whole)], fewest, most)
+
+
+def other_names(names: Iterable[str]) -> str:
+    """Return what all names but these match, among those that a JSON text has without an escape."""
+    root: dict[str, Any] = {}
+    for name in names:
+        node = root
+        for character in name:
+            node = node.setdefault(character, {})
+        node[_END] = {}
+    return _other_than(root)
+
+
+def _other_than(node: Mapping[str, Any]) -> str:
+    """Return what the ends of names match that begin as a node does and are not in the tree.
+
+    What has to be escaped is in none of them.
+    """
+    inner = {each: node[each] for each in node if each not in (_END, *_OUTSIDE_TEXT) and each >= " "}
+    first = _within_text(f"[^{''.join(map(_in_set, inner))}]") if inner else "."
+    parts = [first + _ANY, *(_alone(each) + _other_than(rest) for each, rest in inner.items())]
+    return f"(?:{'|'.join(parts)})" + ("" if _END in node else _OPTIONAL)
+
+
+def _in_set(character: str) -> str:
+    return f"\\{character}" if character in "^]-[" else character
+
+
+def _alone(character: str) -> str:
+    return f"\\{character}" if character in "^$.*+?()[]{}|/" else character
 
 
 def _unsupported(pattern: str, what: str) -> InvalidRequestError:
@@ -120,7 +168,7 @@ _DATE = (
 _TIME = (
     r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
-_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,20}[A-Za-z0-9])?"
+_LABEL = r"[A-Za-z0-9]{1,9}(?:-[A-Za-z0-9]{1,9}){0,2}"  # `--` is for names that are encoded
 _HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,7}}"
 _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _H16 = r"[0-9A-Fa-f]{1,4}"
@@ -141,22 +189,30 @@ FORMATS: Mapping[str, str] = {
         rf"(?:(?:{_H16}:){{7}}{_H16}|(?:{_H16}:){{1,3}}(?::{_H16}){{1,4}}|::(?:{_H16}:){{0,4}}{_H16}|::)"
     ),
     "json-pointer": r"(?:/(?:[^~/]|~[01])*)*",
+    "relative-json-pointer": r"(?:0|[1-9][0-9]{0,3})(?:#|(?:/(?:[^~/]|~[01])*)*)",
+    "byte": r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
     "uri": _HTTP,
     "uuid": r"[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}",
 }
 """What is generated for a format: texts that are of it, not all of them. Dates and times are RFC 3339's, a
 uri is one of the web, hosts have at most eight short labels."""
 
-_ALIASES = {"uri-reference": "uri", "idn-email": "email"}
+_ALIASES = {
+    **dict.fromkeys(("uri-reference", "iri", "iri-reference", "uri-template"), "uri"),
+    **{"idn-email": "email", "idn-hostname": "hostname"},
+}
+
+FREE_FORMATS = frozenset({"password", "binary", "path", "file-path", "directory-path"})
+"""What OpenAPI and pydantic call texts of which any is of the format."""
 
 
 def format_pattern(name: object) -> str:
     """Return the pattern of a format. Raises InvalidRequestError for an unknown one."""
     found = FORMATS.get(_ALIASES.get(str(name), str(name)))
     if found is None:
-        known = sorted(FORMATS.keys() | _ALIASES.keys())
+        known = sorted(FORMATS.keys() | _ALIASES.keys() | FREE_FORMATS)
         told = nearest(str(name)[:64], known)
         raise InvalidRequestError(
-            f"the format {_shown(str(name))} is not supported; supported are {', '.join(known)}.{told}"
+            f"the format {_shown(str(name))} is not supported.{told} Supported are {', '.join(known)}"
         )
     return found.replace(")?", f"){_OPTIONAL}")

@@ -20,10 +20,21 @@ from urllib.parse import unquote
 
 from sagellm.core.errors import InvalidRequestError, nearest
 from sagellm.engines.grammar.json_merge import Alternative, Merging, accepts
-from sagellm.engines.grammar.json_patterns import format_pattern, whole_pattern
+from sagellm.engines.grammar.json_patterns import (
+    FREE_FORMATS,
+    format_pattern,
+    limited,
+    other_names,
+    whole_pattern,
+)
 
 MAX_ALTERNATIVES = 4096
 """Of one schema, after its parts are merged."""
+
+_MAX_MULTIPLES = 1000
+"""That are listed where both limits of a number are known."""
+
+_MAX_STEP = 128  # xgrammar makes a state for each remainder
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 KEYWORDS: Mapping[str, tuple[str, ...]] = {
@@ -53,19 +64,24 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 
 
 def lowered(text: str, *, additional_properties: bool = False) -> str:
-    """Return the rewritten schema as JSON.
+    """Return the rewritten schema as JSON. Raises what `lowered_schema` does, and if the text is not JSON."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the schema is not valid JSON: {error}") from None
+    return json.dumps(lowered_schema(schema, additional_properties=additional_properties), ensure_ascii=False)
+
+
+def lowered_schema(schema: Any, *, additional_properties: bool = False) -> dict[str, Any]:
+    """Return the rewritten schema.
 
     `additional_properties` is for objects that name properties and do not say whether there may be others.
     Raises InvalidRequestError, which names the keyword and where it stands.
     """
     try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"json: the schema is not valid JSON: {error}") from None
-    try:
-        return json.dumps(_Lowering(schema, additional_properties).whole(), ensure_ascii=False)
+        return _Lowering(schema, additional_properties).whole()
     except RecursionError:
-        raise InvalidRequestError("json: the schema is nested too deeply; give a flatter one") from None
+        raise InvalidRequestError("the schema is nested too deeply; give a flatter one") from None
 
 
 class _Lowering:
@@ -267,17 +283,14 @@ class _Lowering:
         if others is None:
             others = not (named or required or patterns) or self._open
         fallback = True if given.get("additionalProperties") is None else given["additionalProperties"]
+        names = {**named, **{name: fallback for name in required if name not in named}}
         properties: dict[str, Any] = {}
-        for name, each in {**named, **{name: fallback for name in required if name not in named}}.items():
+        for name, each in names.items():
             lowered = self.lower(each, f"{where}/properties/{name}")
             if lowered is not None:
                 properties[name] = lowered
             elif name in required:
                 return None
-        if len(properties) < len(named) or any(_is_escaped(name) for name in properties):
-            others = (
-                False  # or a name that is not allowed, or allowed with another value, could be one of them
-            )
         made: dict[str, Any] = {"type": "object"}
         made |= {"properties": properties} if properties else {}
         made |= {"required": required} if required else {}
@@ -288,6 +301,8 @@ class _Lowering:
             others = False if lowered is not None else None
         rest = None if others in (None, False) else self.lower(others, f"{where}/additionalProperties")
         made["additionalProperties"] = False if rest is None else True if rest == {} else rest
+        if rest is not None and names:  # by themselves they could be one of these, with an escape
+            made |= {"patternProperties": {other_names(names): rest}, "additionalProperties": False}
         if patterns and others is None:
             del made["patternProperties"]
         return _with_counts(made, given, is_open=rest is not None or "patternProperties" in made, where=where)
@@ -328,16 +343,19 @@ def _with_counts(
 
 
 def _emit_number(given: Alternative, where: str) -> dict[str, Any] | None:
-    made: dict[str, Any] = {"type": given["type"]}
     step = given.get("multipleOf")
-    if step is not None and (step != 1 or given["type"] != "integer"):
-        raise _refused(f"{where}/multipleOf", "only 1 is supported, for integers")
+    if step is not None and (step < 1 or step != int(step)):
+        raise _refused(f"{where}/multipleOf", "only whole numbers of at least 1 are supported")
+    kind = given["type"] if step is None else "integer"
+    made: dict[str, Any] = {"type": kind}
     low, high = given.get("minimum", -math.inf), given.get("maximum", math.inf)
     above, below = given.get("exclusiveMinimum", -math.inf), given.get("exclusiveMaximum", math.inf)
-    if given["type"] == "integer":
+    if kind == "integer":
         low = max(low if low == -math.inf else math.ceil(low), _next(above, 1))
         high = min(high if high == math.inf else math.floor(high), _next(below, -1))
         above, below = -math.inf, math.inf
+        if step is not None and step > 1:
+            return _emit_multiples(int(step), low, high, where)
     if low > high or ((max(low, above), min(high, below)) == (above, below) and above >= below):
         return None
     if above >= high or below <= low:
@@ -348,6 +366,20 @@ def _emit_number(given: Alternative, where: str) -> dict[str, Any] | None:
     return made | ({"maximum": high} if high < below else {})
 
 
+def _emit_multiples(step: int, low: float, high: float, where: str) -> dict[str, Any] | None:
+    if low > -math.inf and high < math.inf:
+        values = range(-(-int(low) // step) * step, int(high) + 1, step)
+        if len(values) > _MAX_MULTIPLES:
+            raise _refused(f"{where}/multipleOf", f"more than {_MAX_MULTIPLES} values are within its limits")
+        return {"enum": list(values)} if values else None
+    if low > -math.inf or high < math.inf or step > _MAX_STEP:
+        raise _refused(
+            f"{where}/multipleOf",
+            f"only up to {_MAX_STEP} without limits is supported, or with both a lower and an upper one",
+        )
+    return {"type": "integer", "multipleOf": step}
+
+
 def _next(bound: float, step: int) -> float:
     """Return the first integer beyond an exclusive bound."""
     if math.isinf(bound):
@@ -356,22 +388,28 @@ def _next(bound: float, step: int) -> float:
 
 
 def _emit_string(given: Alternative, where: str) -> dict[str, Any] | None:
-    fewest, most = given.get("minLength", 0), given.get("maxLength")
-    if most is not None and fewest > most:
+    fewest, most = given.get("minLength", 0), given.get("maxLength", math.inf)
+    if fewest > most:
         return None
+    lengths = {"minLength": fewest} if fewest else {}
+    lengths |= {} if most == math.inf else {"maxLength": most}
     kinds = [name for name in ("pattern", "format") if name in given]
-    lengths = {**({"minLength": fewest} if fewest else {}), **({} if most is None else {"maxLength": most})}
+    if given.get("format") in FREE_FORMATS:
+        kinds.remove("format")
     if not kinds:
         return {"type": "string", **lengths}
-    if len(kinds) > 1 or lengths:
-        beside = [*kinds[1:], *lengths]
-        raise _refused(f"{where}/{kinds[0]}", f"it is not supported beside {' and '.join(beside)}")
+    if len(kinds) > 1:
+        raise _refused(f"{where}/pattern", "it is not supported beside format")
+    beside = ""
     try:
-        if kinds == ["format"]:
-            return {"type": "string", "pattern": format_pattern(given["format"])}
-        return {"type": "string", "pattern": whole_pattern(given["pattern"])}
+        found = format_pattern(given["format"]) if kinds == ["format"] else whole_pattern(given["pattern"])
+        if lengths:
+            beside = f"it is not supported beside {' and '.join(lengths)}: "
+            within = limited(found, fewest, most)
+            return None if within is None else {"type": "string", "pattern": within}
     except InvalidRequestError as error:
-        raise _refused(f"{where}/{kinds[0]}", str(error)) from None
+        raise _refused(f"{where}/{kinds[0]}", f"{beside}{error}") from None
+    return {"type": "string", "pattern": found}
 
 
 def _typed(schema: Mapping[str, Any], where: str) -> list[Alternative]:
@@ -449,11 +487,6 @@ def _evaluated(alternative: Alternative) -> Alternative:
     return found
 
 
-def _is_escaped(name: str) -> bool:
-    """Say whether a JSON text has to escape something of a name."""
-    return json.dumps(name, ensure_ascii=False) != f'"{name}"'
-
-
 def _is_shut_out(one: Alternative, other: Alternative) -> bool:
     """Say whether `other` requires a property that `one` does not allow."""
     if one.get("additionalProperties") is not False or one.get("patternProperties"):
@@ -481,7 +514,7 @@ def _with_anchor(schema: Any, name: str) -> Iterator[Any]:
 
 def _refused(where: str, what: str) -> InvalidRequestError:
     place = where.removeprefix("#") or "/"
-    return InvalidRequestError(f"json: the schema at {place[:200]}: {what}")
+    return InvalidRequestError(f"the schema at {place[:200]}: {what}")
 
 
 def _shown(value: Any) -> str:

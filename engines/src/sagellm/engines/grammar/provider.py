@@ -11,11 +11,11 @@ import numpy as np
 
 from sagellm.core.errors import ConfigError, InvalidRequestError
 from sagellm.core.protocols.grammar import GrammarMetrics, GrammarProtocol, StructureKind, Vocabulary
+from sagellm.engines.grammar.binding import xgrammar_core
 from sagellm.engines.grammar.compile_process import CompileLimits, CompileProcess
+from sagellm.engines.grammar.compiling import new_matcher, tokenizer_info
 
 if TYPE_CHECKING:
-    import xgrammar
-
     from sagellm.core.protocols.grammar import Words
 
 _MAX_COMPILE_S = 600
@@ -25,11 +25,11 @@ _MAX_COMPILE_S = 600
 class MatcherState:
     """A sequence's matcher, and how many stop tokens came after the one that ended it."""
 
-    matcher: xgrammar.GrammarMatcher
+    matcher: Any  # xgrammar's
     num_after_end: int = 0
 
 
-class XGrammar(GrammarProtocol["xgrammar.CompiledGrammar", MatcherState]):
+class XGrammar(GrammarProtocol[Any, MatcherState]):
     """Grammars of xgrammar, compiled in a process of their own; its compiled form is read in this one.
 
     JSON schemas are first rewritten to what xgrammar asserts (`json_schema`); what it would ignore is
@@ -68,26 +68,24 @@ class XGrammar(GrammarProtocol["xgrammar.CompiledGrammar", MatcherState]):
             self._stop_words[token_id // 32] |= np.uint32(1 << token_id % 32)
         self._metrics = GrammarMetrics()
 
-    def prepare(self, kind: StructureKind, text: str) -> xgrammar.CompiledGrammar:
+    def prepare(self, kind: StructureKind, text: str) -> Any:
         """Compile a text. Raises InvalidRequestError, also where xgrammar is not installed."""
         try:
-            self._load()
+            self._check()
+            self._process.start()  # while it reads the vocabulary, so does this process
+            info = self._vocabulary_info()
             data = self._process.compile(kind, text)
         except InvalidRequestError:
             self._metrics.num_refused += 1
             raise
-        from xgrammar import CompiledGrammar
-
-        compiled = CompiledGrammar.deserialize_json(data.decode(), self._info)
+        compiled = xgrammar_core().CompiledGrammar.deserialize_json(data.decode(), info)
         self._metrics.num_prepared += 1
         return compiled
 
-    def start(self, compiled: xgrammar.CompiledGrammar) -> MatcherState:
+    def start(self, compiled: Any) -> MatcherState:
         """Return a new matcher."""
-        from xgrammar import GrammarMatcher
-
         self._metrics.num_started += 1
-        return MatcherState(GrammarMatcher(compiled))
+        return MatcherState(new_matcher(compiled))
 
     def mask(self, state: MatcherState, words: Words) -> bool:
         """Have the matcher write the mask."""
@@ -95,7 +93,7 @@ class XGrammar(GrammarProtocol["xgrammar.CompiledGrammar", MatcherState]):
         if state.matcher.is_terminated():
             words[:] = self._stop_words
             return True
-        return bool(state.matcher.fill_next_token_bitmask(words.view(np.int32)))
+        return bool(state.matcher.fill_next_token_bitmask(words.view(np.int32), 0, False))
 
     def advance(self, state: MatcherState, token_ids: Sequence[int]) -> int:
         """Append tokens up to the first that is refused."""
@@ -105,7 +103,7 @@ class XGrammar(GrammarProtocol["xgrammar.CompiledGrammar", MatcherState]):
                 if token_id not in self._vocabulary.stop_token_ids:
                     return place
                 state.num_after_end += 1
-            elif not matcher.accept_token(token_id):
+            elif not matcher.accept_token(token_id, False):
                 return place
         return len(token_ids)
 
@@ -124,9 +122,7 @@ class XGrammar(GrammarProtocol["xgrammar.CompiledGrammar", MatcherState]):
         """End the process that compiles."""
         self._process.close()
 
-    def _load(self) -> None:
-        if self._info is not None:
-            return
+    def _check(self) -> None:
         if find_spec("xgrammar") is None:
             raise InvalidRequestError(
                 "structured outputs need xgrammar, which is not installed where the engine runs; install it: "
@@ -136,6 +132,8 @@ class XGrammar(GrammarProtocol["xgrammar.CompiledGrammar", MatcherState]):
             raise InvalidRequestError(
                 "structured outputs need a token that ends a text, and this model names none (eos_token_id)"
             )
-        from sagellm.engines.grammar.compiling import tokenizer_info
 
-        self._info = tokenizer_info(self._vocabulary)
+    def _vocabulary_info(self) -> Any:
+        if self._info is None:
+            self._info = tokenizer_info(self._vocabulary)
+        return self._info

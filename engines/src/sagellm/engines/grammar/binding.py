@@ -1,0 +1,47 @@
+"""xgrammar's compiled part, without what its package imports for parts that are not used here.
+
+`import xgrammar` imports torch and transformers. Both the process that compiles and the engine, while others'
+tokens are computed, would wait seconds for them.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
+from typing import Any
+
+_PACKAGE = "xgrammar"
+
+
+def xgrammar_core() -> Any:
+    """Return the module with TokenizerInfo, GrammarCompiler, CompiledGrammar and GrammarMatcher.
+
+    Raises ImportError unless xgrammar is installed.
+    """
+    if _PACKAGE not in sys.modules:
+        spec = find_spec(_PACKAGE)
+        if spec is None:
+            raise ModuleNotFoundError(f"there is no module {_PACKAGE}", name=_PACKAGE)
+        _enter(spec)
+    for part in ("exception", "load_binding"):  # errors that are RuntimeErrors; the library
+        import_module(f"{_PACKAGE}.{part}")
+    return import_module(f"{_PACKAGE}.tvm_ffi_binding")
+
+
+def _enter(spec: ModuleSpec) -> None:
+    """Have the package in `sys.modules`, and executed only when somebody asks for what it defines."""
+    package = module_from_spec(spec)
+    assert spec.loader is not None, "a regular package"
+    execute = spec.loader.exec_module
+
+    def complete(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        package.__dict__.pop("__getattr__", None)
+        execute(package)
+        return getattr(package, name)
+
+    package.__dict__["__getattr__"] = complete
+    sys.modules[_PACKAGE] = package
