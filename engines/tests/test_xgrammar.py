@@ -58,6 +58,8 @@ HOSTILE = {
     "many texts": ("choice", json.dumps([f"text {number}" for number in range(100_000)])),
     "many alternatives": ("json", json.dumps({"anyOf": [{"const": number} for number in range(100_000)]})),
     "deep": ("json", '{"items":' * 400 + "{}" + "}" * 400),
+    "nested repeats": ("regex", "(" * 9 + "[ab]" + "{1,999}[bc])" * 9),
+    "nested arrays": ("json", '{"type":"array","maxItems":5000,"items":' * 60 + "{}" + "}" * 60),
     "deep grammar": ("grammar", "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000),
 }
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _START_S = 120.0  # to import xgrammar and read the vocabulary, on a machine that is busy
 _NICENESS = 10
+_NO_THREAD_DATA = 127  # how glibc ends a process that has no memory for a library's thread-local data
 _OK, _REFUSED, _FAILED = b"+", b"-", b"!"
 
 
@@ -178,7 +179,7 @@ def _compiled(compiler: Compiler, limits: CompileLimits, kind: StructureKind, te
         return bytes(answer)
     if code in (-signal.SIGKILL, -signal.SIGXCPU):
         return _limit(kind, f"{limits.seconds:g} s of time")
-    if code in (-signal.SIGABRT, -signal.SIGSEGV):  # std::bad_alloc, or nested beyond the stack
+    if code in (-signal.SIGABRT, -signal.SIGSEGV, _NO_THREAD_DATA):  # std::bad_alloc, or beyond the stack
         return _limit(kind, f"{limits.memory_bytes >> 20} MiB of memory")
     return _FAILED + f"compiling ended with the status {code}".encode()
 
