@@ -24,8 +24,7 @@ GUARDS = {
     "kv-pool": {"sagellm.kvmgr.kv_pool.tiers.backends": "HBMBackend"},
     "accel": {"sagellm.accel.cuda.backend": "check_machine"},
     "engines": {
-        "sagellm.engines.grammar.compile_process": "the provider, which starts it",
-        "sagellm.engines.grammar.provider": "_load, before anything is compiled",
+        "sagellm.engines.grammar.binding": "the provider, before anything is compiled",
         "sagellm.engines.sampling.draws": "except ImportError: it draws with torch alone",
     },
     "engines/server": {"sagellm.server.http.spans": "check_spans"},

@@ -7,7 +7,6 @@ tokens are computed, would wait seconds for them.
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
 from typing import Any
@@ -25,9 +24,11 @@ def xgrammar_core() -> Any:
         if spec is None:
             raise ModuleNotFoundError(f"there is no module {_PACKAGE}", name=_PACKAGE)
         _enter(spec)
-    for part in ("exception", "load_binding"):  # errors that are RuntimeErrors; the library
-        import_module(f"{_PACKAGE}.{part}")
-    return import_module(f"{_PACKAGE}.tvm_ffi_binding")
+    import xgrammar.exception  # so that its errors are RuntimeErrors
+    import xgrammar.load_binding  # noqa: F401
+    import xgrammar.tvm_ffi_binding as core
+
+    return core
 
 
 def _enter(spec: ModuleSpec) -> None:

