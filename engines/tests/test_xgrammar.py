@@ -278,3 +278,13 @@ def test_lengths_beside_a_pattern_are_asserted(provider):
     text = json.dumps({"type": "string", "pattern": "^[a-z]+$", "minLength": 2, "maxLength": 4})
     for length in range(7):
         assert matches(provider, "json", text, f'"{"x" * length}"') == (2 <= length <= 4)
+
+
+@pytest.mark.parametrize("bits", [8, 32, 64])
+def test_numbers_are_within_the_limits_of_their_format(provider, bits):
+    schema = json.dumps({"type": "integer", "format": f"int{bits}"})
+    most = 2 ** (bits - 1)
+    for number in (0, 1, -1, most - 1, -most, most // 3):
+        assert matches(provider, "json", schema, str(number)), number
+    for number in (most, -most - 1, 7 * most):
+        assert not matches(provider, "json", schema, str(number)), number

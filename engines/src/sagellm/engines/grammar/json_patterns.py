@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -205,12 +206,21 @@ _ALIASES = {
 FREE_FORMATS = frozenset({"password", "binary", "path", "file-path", "directory-path"})
 """What OpenAPI and pydantic call texts of which any is of the format."""
 
+NUMBER_FORMATS: Mapping[str, tuple[float, float]] = {
+    **{f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32)},
+    **dict.fromkeys(("float", "double"), (-math.inf, math.inf)),
+}
+"""OpenAPI's formats of numbers: their limits."""
+
 
 def format_pattern(name: object) -> str:
     """Return the pattern of a format. Raises InvalidRequestError for an unknown one."""
     found = FORMATS.get(_ALIASES.get(str(name), str(name)))
+    if name in NUMBER_FORMATS:
+        raise InvalidRequestError(f"the format {name} is one of numbers")
     if found is None:
-        known = sorted(FORMATS.keys() | _ALIASES.keys() | FREE_FORMATS)
+        known = sorted({*FORMATS, *_ALIASES, *FREE_FORMATS, *NUMBER_FORMATS})
         told = nearest(str(name)[:64], known)
         raise InvalidRequestError(
             f"the format {_shown(str(name))} is not supported.{told} Supported are {', '.join(known)}"

@@ -22,6 +22,7 @@ from sagellm.core.errors import InvalidRequestError, nearest
 from sagellm.engines.grammar.json_merge import Alternative, Merging, accepts
 from sagellm.engines.grammar.json_patterns import (
     FREE_FORMATS,
+    NUMBER_FORMATS,
     format_pattern,
     limited,
     other_names,
@@ -431,7 +432,23 @@ def _typed(schema: Mapping[str, Any], where: str) -> list[Alternative]:
             continue
         own = KEYWORDS.get("integer" if kind == "number" else kind, ())
         found.append({"type": kind, **{name: value for name, value in keywords.items() if name in own}})
+        if "format" in keywords and kind in ("integer", "number"):
+            found[-1] |= _number_format(found[-1], keywords["format"], where)
     return found
+
+
+def _number_format(given: Alternative, name: str, where: str) -> Alternative:
+    """Return the limits of a number with a format; those of texts do not apply to it."""
+    if name not in NUMBER_FORMATS:
+        try:
+            format_pattern(name)
+        except InvalidRequestError as error:
+            if name not in FREE_FORMATS:
+                raise _refused(f"{where}/format", str(error)) from None
+        return {}
+    low, high = NUMBER_FORMATS[name]
+    limits: Alternative = {} if low == -math.inf else {"minimum": max(low, given.get("minimum", low))}
+    return limits if high == math.inf else {**limits, "maximum": min(high, given.get("maximum", high))}
 
 
 def _checked(name: str, value: Any, where: str) -> Any:
