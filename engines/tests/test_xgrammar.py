@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -288,3 +289,18 @@ def test_numbers_are_within_the_limits_of_their_format(provider, bits):
         assert matches(provider, "json", schema, str(number)), number
     for number in (most, -most - 1, 7 * most):
         assert not matches(provider, "json", schema, str(number)), number
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"^[^\w]$", r"^[^\d-]$", r"^\W$", r"^\D$", r"^\S$", r"^[^\s]$", "^[^ä]$", "^.$"]
+)
+def test_sets_of_other_characters_are_those_of_every_reader(provider, pattern):
+    text = json.dumps({"type": "string", "pattern": pattern})
+    accepted = [
+        each for each in 'aZ0_-+ äé٣\u00a0\u3000😀"\\\n\t\x01' if matches(provider, "json", text, f'"{each}"')
+    ]
+    assert accepted
+    for each in accepted:
+        assert json.loads(f'"{each}"') == each
+        assert re.search(pattern, each)
+        assert re.search(pattern, each, re.ASCII) or "s" in pattern.lower()

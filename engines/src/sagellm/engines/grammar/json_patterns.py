@@ -26,6 +26,7 @@ _ESCAPES = frozenset("dwsDWS")
 _LITERAL_ESCAPES = frozenset("^$.*+?()[]{}|/-_@#%&=:;,!~<>' ")
 _COMPLEMENTS = {"\\W": r"[ !#-/:-@\[\]\^`{-~]", "\\D": r"[ !#-/:-\[\]-~]"}
 """What is not a letter or a digit, within ASCII: beyond it, readers of patterns differ."""
+_BEYOND_ASCII = "\x80-\U0010ffff"
 
 
 def whole_pattern(pattern: str) -> str:
@@ -94,6 +95,8 @@ def _set(token: str, pattern: str) -> str:
     for escape in re.findall(r"\\(.)", token):
         if escape not in "dws" and escape not in _LITERAL_ESCAPES:
             raise _unsupported(pattern, f"\\{escape} in {token}")
+    if token.startswith("[^") and re.search(r"\\[dw]", token):
+        token = f"{token[:-1]}{_BEYOND_ASCII}]"
     return _within_text(token)
 
 
