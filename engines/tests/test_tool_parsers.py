@@ -231,6 +231,42 @@ def test_a_long_call_takes_linear_time():
 
 
 @pytest.mark.parametrize(
+    ("parser", "opening"),
+    [
+        (HermesToolParser(), "<tool_call>"),
+        (Llama3ToolParser(), "<|python_tag|>"),
+        (MistralToolParser(), "[TOOL_CALLS]["),
+    ],
+)
+def test_objects_in_the_texts_of_others_take_linear_time(parser, opening):
+    """Each might be a call until the answer ends."""
+
+    def cost_ns(size):
+        text = opening + f'{{"id":\\"{opening}' * (size // 20)
+        return least_cpu_ns(lambda: read(parser.start(TOOLS), text), 3)
+
+    text = f'{opening}{{"id":\\"' * 2_000
+    assert Answer.of(joined(read(parser.start(TOOLS), text))).content == text
+    assert cost_ns(80_000) < 30 * cost_ns(8_000)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (HermesToolParser(), '<tool_call>{"arguments": {"text": "\\ud800 é"}, "name": "run"}</tool_call>'),
+        (
+            Qwen3ToolParser(),
+            '<tool_call><function=run><parameter=text>"\\ud800 é"</parameter></function></tool_call>',
+        ),
+    ],
+)
+def test_half_a_surrogate_pair_stays_escaped(parser, text):
+    tools = [FunctionTool(name="run")]
+    (call,) = Answer.of(joined(read(parser.start(tools), text))).tool_calls
+    assert json.loads(call.arguments.encode()) == {"text": "\ud800 é"}
+
+
+@pytest.mark.parametrize(
     ("template", "name"),
     [
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),

@@ -19,9 +19,12 @@ from sagellm.core.protocols.parsers import (
 )
 
 _OUTSIDE = re.compile(r'["{}\[\]<]')  # no JSON has `<` outside strings
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _INSIDE = re.compile(r'["\\]')
 _MAX_UNDECIDED = 32_768
 """Characters of an object whose name comes late, above which it is content."""
+_MAX_REREAD = 131_072
+"""Characters of what is not a call in which calls are looked for; beyond them, all of it is content."""
 _MAX_SPACE = 8
 """Characters of whitespace between two parts of constrained arguments: a weak model might never stop."""
 _STEPS = {"{": 1, "[": 1, "}": -1, "]": -1}
@@ -89,6 +92,12 @@ def tag_start(text: str, tags: Sequence[str]) -> int:
         if any(tag.startswith(text[place:]) for tag in tags):
             return place
     return len(text)
+
+
+def dumped(value: Any) -> str:
+    """Return a value as JSON that UTF-8 can encode: with half a surrogate pair, all in ASCII."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if _HALF_PAIR.search(text) is None else json.dumps(value)
 
 
 class JSONEnd:
@@ -208,6 +217,7 @@ class JSONCallParser(CallingParser):
         self._head = re.compile(rf'\{{{s}"name"{s}:{s}"([^"\\]{{0,128}})"{s},{s}"(?:{keys})"{s}:{s}(?=\{{)')
         self._may_be = re.compile(rf'\{{{s}(?:\Z|"(?:[a-z]{{0,16}}\Z|(?:{others})"))')
         self.opening = ""  # what was taken in front of what may be a call
+        self._num_reread = 0
         self._end: JSONEnd | None = None  # of the arguments, then of the call
         self._num_seen = 0  # characters of the text in which the end has been looked for
 
@@ -258,9 +268,16 @@ class JSONCallParser(CallingParser):
             return self._refuse()
         return self._read_whole()
 
-    def _refuse(self) -> bool:
+    def _refuse(self, num_read: int = 0) -> bool:
+        """Leave an object that is not a call, of which so many characters have been read."""
         self._end, self._num_seen = None, 0
-        self.state = self.give_back
+        self._num_reread += num_read
+        if num_read == 0 or self._num_reread <= _MAX_REREAD:
+            self.state = self.give_back
+            return True
+        self.add_content(self.opening + self.take(num_read))
+        self.opening = ""
+        self.state = self.read_content
         return True
 
     def _read_whole(self) -> bool:
@@ -274,7 +291,7 @@ class JSONCallParser(CallingParser):
         is_call = end is not None and end <= _MAX_UNDECIDED and not self._end.is_broken
         found = self._call_of(self.text[:end]) if is_call else None
         if found is None:
-            return self._refuse()
+            return self._refuse(self._num_seen if end is None else end)
         self._end, self._num_seen = None, 0
         self.take(end or 0)
         self.start_call(found[0])
@@ -291,7 +308,7 @@ class JSONCallParser(CallingParser):
         arguments: Any = next((call[key] for key in self.arguments_keys if key in call), {})
         if not self.knows(call.get("name")) or not isinstance(arguments, dict):
             return None
-        return call["name"], json.dumps(arguments, ensure_ascii=False)
+        return call["name"], dumped(arguments)
 
     def pass_arguments(self, end: JSONEnd, then: Callable[[], bool]) -> bool:
         """Report arguments as they arrive, and go on with a state behind them."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sagellm.core.protocols.parsers import AnswerParser, FunctionTool, ToolParserProtocol
-from sagellm.engines.parsers.buffered import call_tags, calls_or_text, tag_start
+from sagellm.engines.parsers.buffered import call_tags, calls_or_text, dumped, tag_start
 from sagellm.engines.parsers.hermes import CLOSE, OPEN, HermesParser
 
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
@@ -136,7 +136,7 @@ class Qwen3Parser(HermesParser):
             return False
         text = self.take(end).strip()
         self.take(len(_END_PARAMETER))
-        self.add_arguments(json.dumps(_value(text), ensure_ascii=False))
+        self.add_arguments(dumped(_value(text)))
         self.state = self._read_parameter
         return True
 
