@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
+from typing import ClassVar
 
 import pytest
 
-from sagellm.core import EngineError, InvalidRequestError, PluginRegistry, Provider, hookimpl
+from sagellm.core import EngineError, InvalidRequestError, PluginRegistry, Provider, Tenant, hookimpl
 from sagellm.engines import SamplingParams
 from sagellm.engines.engine_core import preparing
 from sagellm.engines.testing.choice_grammar import ChoiceGrammar
@@ -20,8 +23,10 @@ class Held(ChoiceGrammar):
     """Compiles when it may."""
 
     gate = threading.Event()
+    compiled: ClassVar[list[str]] = []
 
     def prepare(self, kind, text):
+        self.compiled.append(text)
         self.gate.wait(30)
         return super().prepare(kind, text)
 
@@ -289,6 +294,53 @@ def test_a_provider_that_is_made_while_the_engine_closes_is_closed(with_grammar,
     monkeypatch.setattr(thread, "join", lambda timeout: (Slow.closing.set(), join(timeout)))
     engine.close()
     assert Slow.closed.is_set()
+
+
+def test_tenants_take_turns_and_what_nobody_waits_for_is_not_compiled(with_grammar):
+    engine = with_grammar("held")
+    Held.gate.clear()
+    Held.compiled.clear()
+
+    def add(text, tenant):
+        params = SamplingParams(structured_outputs={"choice": [text]}, max_tokens=20)
+        return engine.add_request(PROMPT, params, tenant=Tenant(tenant))
+
+    first = add("first", "flood")
+    while not Held.compiled:  # it has begun
+        time.sleep(0.001)
+    flood = [add(f"flood {number}", "flood") for number in range(20)]
+    other = [add("other", "other"), add("last", "other"), add("flood 1", "other")]
+    for request_id in (first, *flood[2:]):
+        engine.abort_request(request_id)
+    Held.gate.set()
+    ended = set()
+    while engine.has_unfinished_requests():
+        ended |= {each.request_id for each in engine.step() if each.finished}
+    assert ended == {*flood[:2], *other}
+    names = [json.loads(text)[0] for text in Held.compiled]
+    assert names == ["first", "flood 0", "other", "flood 1", "last"]
+
+
+def test_what_waits_is_not_compiled_after_the_end(with_grammar):
+    engine = with_grammar("held")
+    Held.gate.clear()
+    Held.compiled.clear()
+    for number in range(3):
+        engine.add_request(PROMPT, SamplingParams(structured_outputs={"choice": [f"{number}"]}))
+    thread = engine.client.core._preparing._thread
+    threading.Timer(0.2, Held.gate.set).start()
+    engine.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert len(Held.compiled) <= 1
+
+
+def test_large_texts_are_kept_within_a_limit(with_grammar, monkeypatch):
+    engine = with_grammar()
+    monkeypatch.setattr(ChoiceGrammar, "size_bytes", lambda self, compiled: preparing.MAX_CACHED_BYTES // 3)
+    for number in range(5):
+        ask(engine, [f"{number}"])
+    assert len(engine.client.core._preparing._compiled) == 3
 
 
 def test_equal_texts_are_compiled_once_and_few_are_kept(with_grammar, monkeypatch):

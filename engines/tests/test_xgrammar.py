@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from sagellm.core import ConfigError, EngineError, InvalidRequestError
 from sagellm.core.protocols.grammar import Vocabulary
 from sagellm.core.protocols.parsers import FunctionTool
-from sagellm.engines.grammar.compile_process import CompileLimits, CompileProcess
+from sagellm.engines.grammar.compile_process import CompileProcess
 from sagellm.engines.grammar.provider import XGrammar
 from sagellm.engines.grammar.vocabulary import from_bytes, to_bytes, vocabulary_of
 from sagellm.engines.parsers.hermes import HermesToolParser
@@ -23,7 +25,6 @@ from sagellm.engines.parsers.mistral import MistralToolParser
 from sagellm.engines.parsers.qwen3 import Qwen3ToolParser
 from sagellm.testing import GrammarContract
 from sagellm.testing.grammar import KIT_VOCABULARY
-from sagellm.testing.patience import wait_until
 
 pytest.importorskip("xgrammar")
 
@@ -82,24 +83,40 @@ def test_a_process_that_was_killed_starts_again(provider):
     provider.prepare("choice", '["after"]')
 
 
-def test_closing_it_ends_a_compilation_and_starts_no_process_again():
-    made = CompileProcess(KIT_VOCABULARY, CompileLimits(), max_whitespace=8, additional_properties=False)
+def test_closing_ends_what_is_compiled_and_nothing_starts_again():
+    made = XGrammar(KIT_VOCABULARY)
+    made.prepare("choice", '["warm"]')
+    slow = json.dumps({"anyOf": [{"type": "array", "items": {"const": number}} for number in range(100_000)]})
     errors = []
 
     def prepare():
         try:
-            made.compile("choice", '["a"]')
-        except EngineError as error:
+            made.prepare("json", slow)
+        except Exception as error:
             errors.append(error)
 
     thread = threading.Thread(target=prepare)
     thread.start()
-    wait_until(lambda: made._process is not None)
-    process = made._process
+    process = made._process._process
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (forks := children.read_text().split()):
+        assert thread.is_alive()
     made.close()
-    thread.join(60)
-    assert process.returncode is not None
-    assert (made._process, len(errors)) == (None, 1)
+    thread.join(5)
+    assert not thread.is_alive()
+    assert isinstance(errors[0], EngineError)
+    assert made._process._process is None
+    deadline = time.monotonic() + 5
+    while any(_runs(pid) for pid in forks):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_texts_of_any_characters_can_be_chosen(provider):

@@ -104,8 +104,12 @@ class GrammarProtocol(ABC, Generic[CompiledText, GrammarState]):
     def metrics(self) -> GrammarMetrics:
         """Return the counts so far."""
 
+    def size_bytes(self, compiled: CompiledText) -> int:
+        """Return the memory that a compiled text takes; the core keeps fewer of them if they are large."""
+        return 0
+
     def close(self) -> None:
-        """End processes and threads; this is the last call."""
+        """End processes and threads, and a `prepare` that runs; this is the last call, from any thread."""
 
 
 class NullGrammar(GrammarProtocol[None, None]):

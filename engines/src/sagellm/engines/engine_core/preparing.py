@@ -17,8 +17,8 @@ from sagellm.engines.sampling.structured_outputs import StructuredOutputs
 
 Grammar = GrammarProtocol[Any, Any]
 
-MAX_CACHED = 64
-"""Compiled texts that are kept, the latest used."""
+MAX_CACHED, MAX_CACHED_BYTES = 64, 256 << 20
+"""Compiled texts that are kept, the latest used, and the memory that they may take."""
 
 _Key = tuple[StructureKind, str]
 
@@ -43,6 +43,7 @@ class Prepared(NamedTuple):
 class _Done(NamedTuple):
     key: _Key
     compiled: Any
+    num_bytes: int
     error: BaseException | None
     took_ns: int
 
@@ -51,20 +52,24 @@ class Preparing:
     """Compiles what outputs must match, on a thread of its own, and keeps what was compiled last.
 
     `make` returns the provider; it is called on that thread, for the first text. Sequences with equal texts
-    wait for one compilation. The step thread makes all calls.
+    wait for one compilation. Tenants take turns, and what nobody waits for any more is not compiled. The step
+    thread makes all calls.
     """
 
     def __init__(self, make: Callable[[], Grammar], clock: Clock) -> None:
         self._make, self._clock = make, clock
         self._provider: Grammar | None = None
         self._compiled: OrderedDict[_Key, Any] = OrderedDict()
+        self._compiled_bytes: dict[_Key, int] = {}
         self._waiting: dict[_Key, list[Sequence]] = {}
         self._key_of: dict[SequenceId, _Key] = {}
-        self._asked: SimpleQueue[_Key | None] = SimpleQueue()
+        self._changed = threading.Condition()  # guards the three below, which the thread shares
+        self._turns: OrderedDict[str, dict[_Key, None]] = OrderedDict()  # what a tenant waits for, in order
+        self._taken: set[_Key] = set()  # by the thread; not yet seen by `prepared`
+        self._is_closed = False
         self._done: SimpleQueue[_Done] = SimpleQueue()
         self._has_news = threading.Event()
         self._thread: threading.Thread | None = None
-        self._is_closed = False
         self._metrics = StructuredOutputMetrics()
 
     def __len__(self) -> int:
@@ -98,40 +103,50 @@ class Preparing:
                 return True
             failed = failure.error
         self._key_of[sequence.sequence_id] = key
-        is_asked = key in self._waiting
         self._waiting.setdefault(key, []).append(sequence)
         if failed is not None:
-            self._done.put(_Done(key, None, failed, 0))
-        elif not is_asked:
-            self._ask(key)
+            self._done.put(_Done(key, None, 0, failed, 0))
+            return False
+        with self._changed:
+            if key not in self._taken:
+                self._turns.setdefault(sequence.request.tenant.name, {})[key] = None
+                self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sagellm-grammars", daemon=True)
+            self._thread.start()
         return False
 
     def prepared(self) -> Iterator[Prepared]:
         """Yield the sequences whose grammars have been compiled since, or could not be."""
         while not self._done.empty():
-            key, compiled, error, took_ns = self._done.get()
-            self._metrics.compile_ns += took_ns
-            sequences = self._waiting.pop(key, [])
-            if error is None:
+            done = self._done.get()
+            self._metrics.compile_ns += done.took_ns
+            sequences = self._waiting.pop(done.key, [])
+            with self._changed:
+                self._taken.discard(done.key)
+            if done.error is None:
                 self._metrics.num_compiled += 1
-                self._compiled[key] = compiled
-                if len(self._compiled) > MAX_CACHED:
-                    self._compiled.popitem(last=False)
+                self._keep(done)
             for sequence in sequences:
                 del self._key_of[sequence.sequence_id]
-                failed = error
+                failed = done.error
                 if failed is None:
                     with contained() as failure:
-                        self._start(sequence, compiled)
+                        self._start(sequence, done.compiled)
                     failed = failure.error
                 self._metrics.num_refused += failed is not None
                 yield Prepared(sequence, failed)
 
     def remove(self, sequence_id: SequenceId) -> Sequence:
-        """Return a sequence that no longer waits; what it waited for is compiled nevertheless."""
+        """Return a sequence that no longer waits; what nobody waits for is only compiled if begun."""
         sequence = self[sequence_id]
         key = self._key_of.pop(sequence_id)
         self._waiting[key].remove(sequence)
+        if not self._waiting[key]:
+            with self._changed:
+                if key not in self._taken:
+                    del self._waiting[key]
+                    self._leave_out(key)
         return sequence
 
     def expired(self, now_ns: int) -> list[SequenceId]:
@@ -164,28 +179,49 @@ class Preparing:
 
     def close(self) -> None:
         """End the thread and the provider."""
-        self._is_closed = True
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
         if self._provider is not None:
             self._provider.close()  # which ends a compilation that runs
         if self._thread is not None:
-            self._asked.put(None)
             self._thread.join(timeout=5.0)
-
-    def _ask(self, key: _Key) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="sagellm-grammars", daemon=True)
-            self._thread.start()
-        self._asked.put(key)
 
     def _start(self, sequence: Sequence, compiled: Any) -> None:
         assert self._provider is not None, "it has compiled something"
         state = self._provider.start(compiled)
         sequence.take_grammar(SequenceGrammar(self._provider, state, sequence.params.min_tokens))
 
+    def _keep(self, done: _Done) -> None:
+        self._compiled[done.key], self._compiled_bytes[done.key] = done.compiled, done.num_bytes
+        while len(self._compiled) > MAX_CACHED or sum(self._compiled_bytes.values()) > MAX_CACHED_BYTES:
+            oldest, _ = self._compiled.popitem(last=False)
+            del self._compiled_bytes[oldest]
+
+    def _leave_out(self, key: _Key) -> None:
+        for keys in self._turns.values():
+            keys.pop(key, None)
+
+    def _next(self) -> _Key | None:
+        """Wait for what to compile next, the first of the tenant whose turn it is; None at the end."""
+        with self._changed:
+            while not self._is_closed:
+                while self._turns:
+                    tenant, keys = self._turns.popitem(last=False)
+                    if not keys:
+                        continue
+                    key = next(iter(keys))
+                    self._turns[tenant] = keys  # its next turn comes last
+                    self._leave_out(key)
+                    self._taken.add(key)
+                    return key
+                self._changed.wait()
+            return None
+
     def _run(self) -> None:
-        while (key := self._asked.get()) is not None and not self._is_closed:
+        while (key := self._next()) is not None:
             started_ns = self._clock.now_ns()
-            compiled = None
+            compiled, num_bytes = None, 0
             with contained() as failure:
                 if self._provider is None:
                     self._provider = self._make()
@@ -193,9 +229,10 @@ class Preparing:
                         self._provider.close()
                         return
                 compiled = self._provider.prepare(*key)
+                num_bytes = self._provider.size_bytes(compiled)
             error = failure.error
             failure.error = None
-            self._done.put(_Done(key, compiled, error, self._clock.now_ns() - started_ns))
+            self._done.put(_Done(key, compiled, num_bytes, error, self._clock.now_ns() - started_ns))
             self._has_news.set()
 
 

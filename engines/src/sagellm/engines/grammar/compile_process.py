@@ -14,6 +14,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -48,7 +49,7 @@ class CompileProcess:
     def __init__(self, vocabulary: Vocabulary, limits: CompileLimits, **options: object) -> None:
         self._vocabulary, self._limits, self._options = vocabulary, limits, options
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_closed = False
+        self._is_closed, self._starting = False, threading.Lock()
 
     def start(self) -> None:
         """Start the process unless it runs. It gets ready meanwhile. Raises EngineError if it cannot run."""
@@ -68,9 +69,9 @@ class CompileProcess:
                 _write(process.stdin, request)
                 answer = _read(process.stdout, _START_S + 4 * self._limits.seconds)
                 break
-            except (OSError, EOFError, ValueError) as error:  # `close` may close the pipes
+            except (OSError, EOFError, ValueError) as error:  # ValueError: another thread closed the pipes
                 self._end()
-                if is_last or self._is_closed:
+                if is_last:
                     raise EngineError(f"the process that compiles grammars has ended: {error}") from error
         if answer[:1] == _OK:
             return answer[1:]
@@ -78,14 +79,16 @@ class CompileProcess:
         raise InvalidRequestError(message) if answer[:1] == _REFUSED else EngineError(message)
 
     def close(self) -> None:
-        """End the process, also from another thread while a text is compiled, and start none again."""
-        self._is_closed = True
+        """End the process and what it compiles; it does not start again."""
+        with self._starting:
+            self._is_closed = True
         self._end()
 
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with its fork, which has the pipe too
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
@@ -94,20 +97,21 @@ class CompileProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-m", "sagellm.engines.grammar.compile_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | single | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # Ctrl-C is for those who serve
-        )
-        try:
+        with self._starting:
             if self._is_closed:
-                raise OSError("it is closed")
+                raise EngineError("the process that compiles grammars has been closed")
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-m", "sagellm.engines.grammar.compile_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | single | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C is for those who serve; its forks end with it
+            )
+        try:
             settings = {"limits": asdict(self._limits), "options": self._options}
             _write(process.stdin, json.dumps(settings).encode())
             _write(process.stdin, to_bytes(self._vocabulary))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._end()
             raise EngineError(f"the process that compiles grammars cannot start: {error}") from error
         return process
