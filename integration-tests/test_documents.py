@@ -33,7 +33,6 @@ NOT_RUN = {
     "hatch run check": SUITE,
     "hatch run full": SUITE,
     ".ci/run": SUITE,
-    "python benchmarks/speculation.py": MINUTES,
     "python benchmarks/tenants.py": MINUTES,
     "python benchmarks/spans.py": MINUTES,
     "python benchmarks/long_prompt.py MODEL": MINUTES,

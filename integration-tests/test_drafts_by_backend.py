@@ -52,7 +52,12 @@ def answers(**settings: Any) -> tuple[list[Any], Any]:
     return [one for output in outputs for one in output.outputs], metrics
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+QUICK = ("native, bfloat16", "torch, float32")
+
+
+@pytest.mark.parametrize(
+    "backend", [each if each in QUICK else pytest.param(each, marks=pytest.mark.full) for each in BACKENDS]
+)
 def test_drafts_change_no_token(backend):
     """Nor a bit of a log-probability, where rows are computed as alone, as by `native`."""
     if backend.startswith("native") and examine().variant is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from typing import ClassVar
 
 import pytest
@@ -14,6 +13,7 @@ from sagellm.engines import SamplingParams
 from sagellm.engines.engine_core import preparing
 from sagellm.engines.testing.choice_grammar import ChoiceGrammar
 from sagellm.engines.testing.drafts import DRAFTING, propose_with
+from sagellm.testing.patience import wait_until
 
 PROMPT = list(range(20, 50))
 CHOICES = ["yes, of course it is", "no", "nobody knows", "not yet"]
@@ -306,8 +306,7 @@ def test_tenants_take_turns_and_what_nobody_waits_for_is_not_compiled(with_gramm
         return engine.add_request(PROMPT, params, tenant=Tenant(tenant))
 
     first = add("first", "flood")
-    while not Held.compiled:  # it has begun
-        time.sleep(0.001)
+    wait_until(lambda: Held.compiled)  # it has begun
     flood = [add(f"flood {number}", "flood") for number in range(20)]
     other = [add("other", "other"), add("last", "other"), add("flood 1", "other")]
     for request_id in (first, *flood[2:]):

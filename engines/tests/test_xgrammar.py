@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ from sagellm.engines.parsers.mistral import MistralToolParser
 from sagellm.engines.parsers.qwen3 import Qwen3ToolParser
 from sagellm.testing import GrammarContract
 from sagellm.testing.grammar import KIT_VOCABULARY
+from sagellm.testing.patience import wait_until
 
 pytest.importorskip("xgrammar")
 
@@ -99,17 +99,13 @@ def test_closing_ends_what_is_compiled_and_nothing_starts_again():
     thread.start()
     process = made._process._process
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while not (forks := children.read_text().split()):
-        assert thread.is_alive()
+    forks = wait_until(lambda: children.read_text().split())
     made.close()
     thread.join(5)
     assert not thread.is_alive()
     assert isinstance(errors[0], EngineError)
     assert made._process._process is None
-    deadline = time.monotonic() + 5
-    while any(_runs(pid) for pid in forks):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(_runs(pid) for pid in forks))
 
 
 def _runs(pid):
@@ -133,6 +129,10 @@ def test_white_space_is_bounded():
     for most in (0, 3):
         made = XGrammar(KIT_VOCABULARY, max_whitespace=most)
         state = made.start(made.prepare("json", '{"type":"array","items":{"type":"null"}}'))
+        assert made.advance(state, list(b"[" + b" " * 9)) == 1 + most
+        form = {"type": "json_schema", "json_schema": {"type": "array", "items": {"type": "null"}}}
+        tag = json.dumps({"type": "structural_tag", "format": form})
+        state = made.start(made.prepare("structural_tag", tag))
         assert made.advance(state, list(b"[" + b" " * 9)) == 1 + most
         made.close()
 

@@ -120,7 +120,7 @@ class XGrammar(GrammarProtocol[Any, MatcherState]):
 
     def size_bytes(self, compiled: Any) -> int:
         """Return what xgrammar says."""
-        return int(compiled.memory_size_bytes)
+        return int(compiled.memory_size_bytes())
 
     def close(self) -> None:
         """End the process that compiles."""

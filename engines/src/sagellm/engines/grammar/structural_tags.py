@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from sagellm.core.errors import InvalidRequestError
+from sagellm.engines.grammar.binding import xgrammar_core
 from sagellm.engines.grammar.json_schema import lowered_schema
 
 _SCHEMA_FORMATS = ("json_schema", "qwen_xml_parameter")
@@ -69,8 +70,16 @@ class _Tags:
         if part["type"] == "json_schema" and part.get("style", "json") == "json":
             given = part.get("max_whitespace_cnt")
             most = self._max_whitespace
+            if most == 0:  # which a tag cannot say
+                return {"type": "grammar", "grammar": _compact(schema)}
             found["max_whitespace_cnt"] = min(given, most) if isinstance(given, int) else most
         return found
+
+
+def _compact(schema: Any) -> str:
+    """Return the grammar of a JSON text without white space."""
+    make = xgrammar_core().Grammar.from_json_schema
+    return str(make(json.dumps(schema), False, None, (",", ":"), False, None, False, False).to_string())
 
 
 def _text_of(part: Any) -> str:
