@@ -199,7 +199,7 @@ def test_a_proposer_that_writes_into_what_it_is_given_changes_nothing(make_engin
     assert of(engine).failure == ""
 
 
-SLOW, TOO_SLOW = speculation.SLOW_NS + 1, speculation.TOO_SLOW_NS + 1
+SLOW, TOO_SLOW = 2 * speculation.SLOW_NS, 2 * speculation.TOO_SLOW_NS
 
 
 @pytest.mark.parametrize(
@@ -232,6 +232,34 @@ def test_a_slow_step_now_and_then_is_forgiven(make_engine):
     for _ in range(3):
         made._note_call(SLOW, None)
     assert "for a step" in made.metrics().failure
+
+
+def test_long_prompts_are_told_one_at_a_time_and_may_take_longer(make_engine, expected, monkeypatch):
+    monkeypatch.setattr(speculation, "MAX_TOLD", 20)
+    engine = make_engine(**DRAFTING)
+    made, now_ns = propose_with(engine, lambda tokens: [[3] for _ in tokens]), 0
+    monkeypatch.setattr(engine.client.core.parts.speculation, "_now_ns", lambda: now_ns)
+    arrived, calls = made.arrived, []
+
+    def slowly(seat: Any, token_ids: Any, num_prompt: Any, namespace: Any) -> None:
+        nonlocal now_ns
+        now_ns += 2_000 * len(token_ids)
+        calls.append(made.num_calls)
+        arrived(seat, token_ids, num_prompt, namespace)
+
+    propose = made.propose
+    made.num_calls = 0
+
+    def counted(seats: Any, most: Any) -> Any:
+        nonlocal now_ns
+        made.num_calls += 1
+        now_ns += speculation.SLOW_NS
+        return propose(seats, most)
+
+    made.arrived, made.propose = slowly, counted
+    assert generate(engine, 8) == expected[:8]
+    assert of(engine).failure == ""
+    assert len(calls) == len(set(calls)) > 2  # one in each step
 
 
 def test_a_step_keeps_its_token_budget(make_engine, monkeypatch):

@@ -23,6 +23,12 @@ logger = get_logger(__name__)
 SLOW_NS, TOO_SLOW_NS = 100_000_000, 1_000_000_000
 """What the proposer may take for a step: three steps above the first, or one above the second, end it."""
 
+MAX_TOLD = 1 << 15
+"""Tokens of new sequences that the proposer is told of in one step; the first is told of in any case."""
+
+_TOLD_NS = 2_000
+"""For each of these tokens, which it may take beside."""
+
 _MAX_SLOW, _FORGIVEN = 3, 1 / 256
 """Slow steps that end it, and by how much a step that is not slow lowers their number."""
 
@@ -78,7 +84,8 @@ class Speculation:
         if wanted is None:
             return planned
         most = np.minimum(wanted, table.max_total.take(seats[rows]) - 1 - known[rows])
-        rows, most = rows[most > 0], most[most > 0]
+        is_asked = self._is_told_in_time(seats[rows]) & (most > 0)
+        rows, most = rows[is_asked], most[is_asked]
         draft = self._ask(seats[rows], most) if len(rows) else None
         return planned if draft is None else self._reserved(planned, rows, draft, budget)
 
@@ -136,18 +143,34 @@ class Speculation:
         failure.error = None
         return DraftProposerMetrics()
 
+    def _is_new(self, seats: Places) -> npt.NDArray[np.bool_]:
+        """Say of which the proposer knows nothing."""
+        is_new: npt.NDArray[np.bool_] = self._generation.take(seats) != self._seats.generation.take(seats)
+        return is_new
+
+    def _is_told_in_time(self, seats: Places) -> npt.NDArray[np.bool_]:
+        """Say of which it knows, or is told in this step: long prompts are a step's own, and others wait."""
+        is_new = self._is_new(seats)
+        if not np.count_nonzero(is_new):
+            return ~is_new
+        ends = np.cumsum(self._seats.num_tokens.take(seats) * is_new)
+        is_first = is_new & (np.cumsum(is_new) == 1)
+        in_time: npt.NDArray[np.bool_] = ~is_new | is_first | (ends <= MAX_TOLD)
+        return in_time
+
     def _ask(self, seats: Places, most: Ints) -> Runs | None:
         """Return a checked draft for each seat, behind what is in flight; None if there is none."""
         in_flight = self._seats.num_in_flight.take(seats)
         draft, began_ns = None, self._now_ns()
+        num_new = 0
         with contained() as failure:
-            self._tell(seats)
+            num_new = self._tell(seats)
             asked = most + in_flight
             proposed = self.proposer.propose(seats.astype(np.int32), asked.copy())
             draft = _checked(proposed, asked, self._vocab_size)
         took_ns = self._now_ns() - began_ns
         self._mean_ns += _TIME_WEIGHT * (took_ns - self._mean_ns)
-        self._note_call(took_ns, failure.error)
+        self._note_call(took_ns, failure.error, _TOLD_NS * num_new)
         if draft is None or not len(draft.ids):
             return None
         if np.count_nonzero(in_flight):
@@ -173,10 +196,10 @@ class Speculation:
         of_all[rows] = counts
         return PlannedStep(planned.seats, planned.num_new + of_all, Runs(draft.ids, of_all))
 
-    def _tell(self, seats: Places) -> None:
-        """Tell the proposer what it does not know yet of these sequences."""
-        table, told = self._seats, self._told
-        is_new = self._generation.take(seats) != table.generation.take(seats)
+    def _tell(self, seats: Places) -> int:
+        """Tell the proposer what it does not know of these sequences; return the tokens of the new ones."""
+        table, told, num_new = self._seats, self._told, 0
+        is_new = self._is_new(seats)
         if np.count_nonzero(is_new):
             for seat in seats[is_new].tolist():
                 sequence: Sequence = table.sequences[seat]
@@ -186,19 +209,22 @@ class Speculation:
                     Seat(seat), tokens, len(sequence.request.token_ids), sequence.request.namespace
                 )
                 told[seat], self._generation[seat] = num_tokens, table.generation[seat]
+                num_new += num_tokens
         known, before = table.num_tokens.take(seats), told.take(seats)
         rows = np.flatnonzero(known > before)
         if not len(rows):
-            return
+            return num_new
         behind, counts = seats[rows], (known - before)[rows]
         starts = np.repeat(before[rows] - (np.cumsum(counts) - counts), counts)
         ids = table.tokens[np.repeat(behind, counts), starts + np.arange(len(starts))]
         self.proposer.extended(behind.astype(np.int32), Runs(ids, counts))
         told[behind] = known[rows]
+        return num_new
 
-    def _note_call(self, took_ns: int, error: BaseException | None) -> None:
+    def _note_call(self, took_ns: int, error: BaseException | None, allowed_ns: int = 0) -> None:
         """Note what calls took and whether they failed; end the proposer if it did, or is too slow."""
         self._propose_ns += took_ns
+        took_ns -= allowed_ns
         is_slow = took_ns > SLOW_NS
         self._num_slow = self._num_slow + 1 if is_slow else max(0.0, self._num_slow - _FORGIVEN)
         if error is not None:
