@@ -15,7 +15,6 @@ import pytest
 from sagellm.core import ConfigError, EngineError, InvalidRequestError
 from sagellm.core.protocols.grammar import Vocabulary
 from sagellm.core.protocols.parsers import FunctionTool
-from sagellm.engines.grammar.compile_process import CompileProcess
 from sagellm.engines.grammar.provider import XGrammar
 from sagellm.engines.grammar.vocabulary import from_bytes, to_bytes, vocabulary_of
 from sagellm.engines.parsers.hermes import HermesToolParser
@@ -46,13 +45,15 @@ def provider(warm):
 
 class TestXGrammar(GrammarContract):
     @pytest.fixture(autouse=True)
-    def _warm(self, warm: CompileProcess) -> None:
-        self._process = warm
+    def _end(self):
+        self._made = []
+        yield
+        for each in self._made:
+            each.close()
 
     def make(self, vocabulary):
-        made = XGrammar(vocabulary)
-        made._process = self._process
-        return made
+        self._made.append(XGrammar(vocabulary))
+        return self._made[-1]
 
 
 HOSTILE = {

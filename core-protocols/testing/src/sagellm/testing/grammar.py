@@ -190,6 +190,16 @@ class GrammarContract:
         assert metrics.num_masks == len(prepared)
         assert metrics.num_refused == len(self.texts()) - len(prepared)
 
+    def test_a_compiled_text_has_a_size_and_a_provider_ends(self) -> None:
+        """The size is a number of bytes, 0 where it is not known; what was never used ends as well."""
+        self.make(self.vocabulary).close()
+        provider = self.make(self.vocabulary)
+        for compiled, _ in self.prepared(provider):
+            size_bytes = provider.size_bytes(compiled)
+            assert isinstance(size_bytes, int)
+            assert size_bytes >= 0
+        provider.close()
+
     def test_a_mask_takes_microseconds(self) -> None:
         """The best of ten at each token of the outputs."""
         import numpy as np
