@@ -13,8 +13,6 @@ from sagellm.server.http.body_schema import ChatBody
 from sagellm.server.http.errors import APIError
 from sagellm.server.http.parsing import parse_now
 
-from .conftest import RunningServer
-
 
 def function(name, description, **properties):
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
@@ -47,7 +45,7 @@ PATH = "/v1/chat/completions"
 @pytest.fixture(scope="module")
 def server():
     front = AsyncLLMEngine(LLMEngine(num_blocks=256, device="cpu"))
-    running = RunningServer(front)
+    running = Any(front)
     yield running
     running.stop()
     asyncio.run(front.close())
@@ -334,7 +332,7 @@ class TestForced:
 
 def test_without_a_grammar_no_call_can_be_demanded():
     front = AsyncLLMEngine(LLMEngine(num_blocks=64, device="cpu", grammar_backend="null"))
-    server = RunningServer(front)
+    server = Any(front)
     try:
         body = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "tool_choice": "required"}
         answer = server.http.post(PATH, json=body)
