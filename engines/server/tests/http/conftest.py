@@ -52,6 +52,12 @@ def until() -> Callable[..., Any]:
     return wait_until
 
 
+@pytest.fixture(scope="session")
+def run_server() -> type[RunningServer]:
+    """Serves a front of a test's own, which then stops it."""
+    return RunningServer
+
+
 @pytest.fixture(scope="module")
 def serve(make_engine) -> Iterator[Callable[..., RunningServer]]:
     """Start a server with these settings; `engine` are the engine's."""

@@ -43,9 +43,9 @@ PATH = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def server():
+def server(run_server):
     front = AsyncLLMEngine(LLMEngine(num_blocks=256, device="cpu"))
-    running = Any(front)
+    running = run_server(front)
     yield running
     running.stop()
     asyncio.run(front.close())
@@ -330,9 +330,9 @@ class TestForced:
         assert ask("Hi", status=400, **fields)["param"] == "tool_choice"
 
 
-def test_without_a_grammar_no_call_can_be_demanded():
+def test_without_a_grammar_no_call_can_be_demanded(run_server):
     front = AsyncLLMEngine(LLMEngine(num_blocks=64, device="cpu", grammar_backend="null"))
-    server = Any(front)
+    server = run_server(front)
     try:
         body = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "tool_choice": "required"}
         answer = server.http.post(PATH, json=body)
