@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import best_or_named
-from sagellm.accel.native.memory import AllocatedAhead, Bytes, zeroed_pages
+from sagellm.accel.native.memory import AllocatedAhead, Bytes, ReusedMemory, zeroed_pages
 from sagellm.accel.native.model import NativeModel
 from sagellm.accel.native.weights import form_of, kind_of
 from sagellm.core import (
@@ -110,6 +111,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
         self._vocab_size = spec.geometry.vocab_size
         self._kv: Bytes | None = None  # (blocks, bytes per block)
         self._ahead_fraction = ahead_fraction
+        self._logits = ReusedMemory()
         self._metrics = ForwardMetrics()
         self._phase_ns = (ctypes.c_int64 * len(structures.PHASES))()
         if times_phases:
@@ -173,7 +175,8 @@ class NativeForwardBackend(ForwardBackendProtocol):
         started_ns = time.perf_counter_ns()
         self._model.cover(max(batch.seq_lens))
         tables = batch.block_tables.contiguous()
-        logits = torch.empty(len(batch.logits_indices), self._vocab_size)
+        shape = len(batch.logits_indices), self._vocab_size
+        logits = torch.from_numpy(self._logits.take(4 * math.prod(shape)).view(np.float32).reshape(shape))
         lens = np.array([batch.query_lens, batch.seq_lens], np.int64)
         step = structures.Step(
             num_tokens=len(batch.input_ids),

@@ -1,4 +1,4 @@
-"""Memory for weights, allocated on a thread while modules are imported."""
+"""Memory that is used again, and that for weights, allocated on a thread while modules are imported."""
 
 import contextvars
 import ctypes
@@ -7,9 +7,10 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from sagellm.accel.native import memory
-from sagellm.accel.native.memory import WeightMemory, pages_for_weights, weight_memory
+from sagellm.accel.native.memory import ReusedMemory, WeightMemory, pages_for_weights, weight_memory
 
 MEBIBYTE = 1 << 20
 
@@ -92,3 +93,23 @@ def test_a_kernel_that_refuses_leaves_the_block_without(monkeypatch):
     monkeypatch.setattr(memory, "WeightMemory", refuse)
     with weight_memory(MEBIBYTE):
         assert pages_for_weights(MEBIBYTE).nbytes == MEBIBYTE
+
+
+def test_memory_is_reused_once_nobody_holds_it_or_a_view_of_it():
+    reused = ReusedMemory()
+
+    def take(num_rows):
+        return torch.from_numpy(reused.take(40 * num_rows).view(np.float32).reshape(num_rows, 10))
+
+    first = take(10)
+    second = take(10)
+    assert first.data_ptr() != second.data_ptr()
+    address, row = second.data_ptr(), second[3:4]
+    del second
+    third = take(10)
+    assert third.data_ptr() != address == row.data_ptr() - 3 * 40
+    address = third.data_ptr()
+    del third
+    assert take(4).data_ptr() == address
+    assert take(10).data_ptr() == address
+    assert take(11).shape == (11, 10)
