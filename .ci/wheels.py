@@ -37,10 +37,11 @@ def main() -> None:
         try:
             check(folder, scratch, constraints, wheels, watch)
         except SystemExit as failure:
-            failures.append(f"{folder}: {failure.code}")
+            failures.append(folder)
             watch.lap(f"{folder}: failed")
+            print(failure.code, flush=True)  # at once: the run may be ended before the others are done
     if failures:
-        sys.exit("\n".join(failures))
+        sys.exit(f"failed: {', '.join(failures)}")
 
 
 def build(scratch: Path, watch: Stopwatch) -> dict[str, Path]:
