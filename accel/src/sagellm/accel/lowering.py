@@ -27,13 +27,13 @@ def lower(spec: ModelSpec, weights: WeightSource) -> DecoderLinears:
     """Return the products of a spec that has a decoder.
 
     A head is tied as transformers ties it: only if none is stored that differs from the embedding. Raises
-    CheckpointError for a tensor that is not of floating-point numbers of 16 to 64 bits.
+    CheckpointError for a tensor that is neither quantized nor of floating-point numbers of 16 to 64 bits.
     """
     decoder = spec.decoder
     assert decoder is not None, "backends refuse models without a decoder, or run them in another way"
     for tensor in decoder.tensors:
         stored = weights.tensors[tensor.name]
-        if stored.dtype not in _PLAIN:
+        if stored.form is None and stored.dtype not in _PLAIN:
             raise CheckpointError(
                 f"{stored.path}: tensor {tensor.name!r} has the type {stored.dtype}; only "
                 f"{', '.join(_PLAIN)} can be loaded"
@@ -77,7 +77,8 @@ def _fuse(weights: WeightSource, *linears: LinearSpec | None) -> FusedLinear:
     for linear in linears:
         if linear is not None:
             outputs = slice(begin, begin + linear.weight.shape[0])
-            parts.append(LinearPart(linear.weight, linear.bias, outputs, weights.tensors[linear.weight.name]))
+            stored, order = weights.tensors[linear.weight.name], weights.input_order(linear.weight)
+            parts.append(LinearPart(linear.weight, linear.bias, outputs, stored, order))
             begin = outputs.stop
     return FusedLinear(tuple(parts))
 
@@ -85,6 +86,8 @@ def _fuse(weights: WeightSource, *linears: LinearSpec | None) -> FusedLinear:
 def _are_equal(weights: WeightSource, one: TensorSpec, other: TensorSpec) -> bool:
     """Say whether two tensors are stored as the same values, in bounded memory."""
     a, b = (weights.tensors[tensor.name] for tensor in (one, other))
+    if a.form is not None or b.form is not None:
+        return False
     return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
         map(_are_same, weights.pieces(one), weights.pieces(other))
     )

@@ -9,7 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sagellm.accel.coded import expand
+from sagellm.accel.slices import row_slices
 from sagellm.core import CheckpointError, TensorSpec, WeightSource
+from sagellm.core.protocols.weight_form import WeightForm
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -53,6 +56,8 @@ class WeightReader:
         changed.
         """
         stored = self.source.tensors[tensor.name]
+        if stored.form is not None:
+            return self._expand(tensor, stored.form, out)
         if stored.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{stored.path}: tensor {tensor.name!r} has the type {stored.dtype}; only plain integers and "
@@ -73,6 +78,17 @@ class WeightReader:
                 del rows, array  # dropping the last view unmaps the file and frees the memory of its pages
         except _NotFiniteError as error:
             raise CheckpointError(f"{stored.path}: tensor {tensor.name!r} {error}") from None
+        return out
+
+    def _expand(self, tensor: TensorSpec, form: WeightForm, out: torch.Tensor | None) -> torch.Tensor:
+        """Read a quantized weight as the numbers that it stands for."""
+        order = self.source.input_order(tensor)
+        if out is None:
+            out = torch.empty(tensor.shape, dtype=self._dtype)
+        for begin, rows in self.source.coded_pieces(tensor):
+            for first, last in row_slices(len(rows.codes), tensor.shape[1] * 12, out.device):
+                out[begin + first : begin + last] = torch.from_numpy(expand(rows[first:last], form, order))
+            del rows
         return out
 
 

@@ -18,8 +18,9 @@ from sagellm.accel.cuda.layer_ops import (
 from sagellm.accel.cuda.library_attention import StepAttention
 from sagellm.accel.cuda.linear import FP8Linear
 from sagellm.accel.cuda.paged_kv import PagedKV
-from sagellm.accel.linear import LinearContext, LinearMethod, ModelLoader, PlainLinear, WideRows
+from sagellm.accel.linear import LinearContext, LinearMethod, PlainLinear, WideRows
 from sagellm.accel.lowering import lower
+from sagellm.accel.model_loader import ModelLoader
 from sagellm.accel.rope_scaling import rope_frequencies
 from sagellm.accel.weights import WeightReader
 from sagellm.core import AttentionSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec, WeightSource

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core.errors import CheckpointError, UnsupportedModelError
@@ -11,7 +11,11 @@ from sagellm.core.kv_layout import KVGroup
 from sagellm.core.protocols.attention import AttentionSpec
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from sagellm.core.protocols.checkpoint_format import StoredTensor
+    from sagellm.core.protocols.weight_form import WeightForm
 
 HFConfig = Mapping[str, Any]
 """The content of a checkpoint's `config.json`."""
@@ -38,11 +42,16 @@ class ModelGeometry:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a checkpoint, and the axis on which ranks divide it; None: each rank has all of it."""
+    """One tensor of a checkpoint, and the axis on which ranks divide it; None: each rank has all of it.
+
+    `shard_unit` rows or columns stay together; where there are fewer such units than ranks, several ranks
+    hold the same one (`Shard.of`).
+    """
 
     name: str
     shape: tuple[int, ...]
     shard_axis: int | None = None
+    shard_unit: int = 1
 
 
 @dataclass(frozen=True)
@@ -225,6 +234,12 @@ class LinearPart:
     bias: TensorSpec | None
     outputs: slice
     stored: StoredTensor
+    order: npt.NDArray[np.int64] | None = field(default=None, compare=False)  # of quantized inputs
+
+    def is_like(self, other: LinearPart) -> bool:
+        """Say whether one kernel can multiply by both: in the same form, with inputs in the same order."""
+        orders = [None if part.order is None else part.order.tobytes() for part in (self, other)]
+        return self.stored.form == other.stored.form and orders[0] == orders[1]
 
 
 @dataclass(frozen=True)
@@ -232,6 +247,23 @@ class FusedLinear:
     """Linears of one input whose outputs lie side by side, computed as one product."""
 
     parts: tuple[LinearPart, ...]
+
+    @property
+    def form(self) -> WeightForm | None:
+        """The form in which the weights are stored; None: as plain numbers. For parts that are alike."""
+        return self.parts[0].stored.form
+
+    @property
+    def runs(self) -> tuple[FusedLinear, ...]:
+        """The same as one linear or as several side by side, each of parts that are alike."""
+        runs: list[list[LinearPart]] = []
+        for part in self.parts:
+            if not runs or not runs[-1][0].is_like(part):
+                runs.append([])
+            begin = runs[-1][-1].outputs.stop if runs[-1] else 0
+            outputs = slice(begin, begin + part.outputs.stop - part.outputs.start)
+            runs[-1].append(replace(part, outputs=outputs))
+        return tuple(FusedLinear(tuple(run)) for run in runs)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from sagellm.accel.linear import LinearContext, ModelLoader, PlainLinear, WideRows, linear_methods
+from sagellm.accel.linear import LinearContext, PlainLinear, WideRows, linear_methods
 from sagellm.accel.lowering import lower
+from sagellm.accel.model_loader import ModelLoader
 from sagellm.core import LayerSpec, ModelSpec, NormSpec
 from sagellm.core.protocols.model_spec import LayerLinears
 from sagellm.engines.layers.rms_norm import HeadNorm, RMSNorm
