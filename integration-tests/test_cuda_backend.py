@@ -8,6 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sagellm.accel import (
+    FP8E5M2Quantizer,
+    FP8Quantizer,
+    Int8Quantizer,
+    QuantizationConfig,
+    QuantizationGranularity,
+)
 from sagellm.core import InputBatch, KVGroup, KVLayout, PluginRegistry, UnsupportedModelError
 from sagellm.core.protocols.attention import HiddenStates
 from sagellm.engines import EngineConfig, LLMEngine, SamplingParams
@@ -162,9 +169,11 @@ def test_kv_of_fewer_bits_costs_little(mild, kv_dtype, most):
 
 @pytest.mark.full
 def test_fp8_linears_cost_little_and_are_smaller(mild):
-    expected, found = backends(mild, linears="fp8")
+    quantizer = FP8Quantizer()
+    expected, found = backends(mild, quantizer=quantizer)
     assert 0 < _error(found, expected, STEPS[0]) < 0.4
     assert found.model_metrics().weight_bytes < expected.model_metrics().weight_bytes
+    assert 0 < quantizer.metrics().quantized_bytes < quantizer.metrics().original_bytes / 3
 
 
 @pytest.mark.full
@@ -209,10 +218,13 @@ def test_an_engine_writes_what_it_writes_with_torch(qwen3):
 def test_what_it_cannot_run_is_refused_with_the_reason(qwen3):
     from sagellm.core import Shard
 
+    odd = make_checkpoint(qwen3.parent / "odd", **SMALL | {"intermediate_size": 40})
     with pytest.raises(UnsupportedModelError, match="multiples of 16"):
-        backends(make_checkpoint(qwen3.parent / "odd", **SMALL | {"intermediate_size": 40}), linears="fp8")
-    with pytest.raises(UnsupportedModelError, match="plain or fp8"):
-        backends(qwen3, linears="int2")
+        backends(odd, quantizer=FP8Quantizer())
+    grouped = FP8Quantizer(QuantizationConfig(granularity=QuantizationGranularity.PER_GROUP, group_size=16))
+    for quantizer in (Int8Quantizer(), FP8E5M2Quantizer(), grouped):
+        with pytest.raises(UnsupportedModelError, match="it takes fp8 with a scale for each output"):
+            backends(qwen3, quantizer=quantizer)
     with pytest.raises(UnsupportedModelError, match="cannot hold a part of a model"):
         backends(qwen3, shard=Shard(0, 2))
 

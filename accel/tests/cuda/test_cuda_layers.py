@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sagellm.accel import FP8Quantizer, QuantizationConfig, QuantizationGranularity
 from sagellm.accel.cuda.layer_ops import (
     Norm,
     Rotation,
@@ -123,17 +124,23 @@ def test_rows_are_rounded_to_fp8_by_their_own_scale():
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_product_in_fp8_is_close_and_half_the_size(has_bias):
+@pytest.mark.parametrize(
+    ("granularity", "num_scales"),
+    [(QuantizationGranularity.PER_CHANNEL, 48), (QuantizationGranularity.PER_TENSOR, 1)],
+)
+def test_a_product_in_fp8_is_close_and_half_the_size(granularity, num_scales, has_bias):
     weight, x = random(48, 64), random(5, 64, seed=1)
     bias = random(48, seed=2) if has_bias else None
-    plain, rounded = (kind(DEVICE).adopt(weight, bias) for kind in (PlainLinear, FP8Linear))
+    plain = PlainLinear(DEVICE).adopt(weight, bias)
+    rounded = FP8Linear(DEVICE, FP8Quantizer(QuantizationConfig(granularity=granularity)))
+    rounded.adopt(weight, bias)
     ctx = LinearContext(WideRows(x.dtype, DEVICE))
     expected = plain.apply(x, ctx)
     # Both factors are rounded to 4 significant bits, 2.6 % each; errors of 64 terms add up at random.
     assert 0 < (rounded.apply(x, ctx) - expected).norm() / expected.norm() < 0.05
     bias_bytes = 192 if has_bias else 0
     assert plain.metrics().weight_bytes == 48 * 64 * 4 + bias_bytes
-    assert rounded.metrics().weight_bytes == 48 * 64 + 48 * 4 + bias_bytes
+    assert rounded.metrics().weight_bytes == 48 * 64 + num_scales * 4 + bias_bytes
 
 
 def test_a_layout_without_room_for_scales_is_refused():

@@ -34,7 +34,8 @@ def test_the_peak_is_that_of_the_format_that_products_run_in(machine, settings, 
 
 
 def test_fp8_products_have_a_peak_of_their_own(machine):
-    config = EngineConfig.from_flat(device="cpu", dtype="bfloat16", forward_backend="cuda{linears=fp8}")
+    settings = {"dtype": "bfloat16", "forward_backend": "cuda", "quantization": "fp8"}
+    config = EngineConfig.from_flat(device="cpu", **settings)
     limits = engine_limits(config)
     assert limits.peak_source == "torch's float8_e4m3fn product of 512 rows, measured in this run"
     assert limits.peak_flops_per_s == 3e11

@@ -12,7 +12,14 @@ import torch
 
 from sagellm.accel.cuda.library_attention import LIBRARIES, LibraryAttention, StepAttention
 from sagellm.accel.cuda.paged_kv import PagedKV
-from sagellm.accel.cuda.support import FEATURES, check_fp8, check_machine, check_support, on_device
+from sagellm.accel.cuda.support import (
+    FEATURES,
+    check_fp8,
+    check_machine,
+    check_quantizer,
+    check_support,
+    on_device,
+)
 from sagellm.accel.cuda.transfers import BlockTransfers
 from sagellm.core import (
     WHOLE,
@@ -53,9 +60,9 @@ class CudaMetrics(ForwardMetrics):
 class CudaForwardBackend(ForwardBackendProtocol):
     """Runs decoders whose layers are alike, with attention of its own.
 
-    `linears="fp8"` rounds the weights of all linears but the head to FP8 (E4M3), and the rows that they
-    multiply. `attention_kernels` names another library for attention. `graphs=False` launches every kernel of
-    every step. `interpreted=True` runs kernels in Triton's interpreter, for tests.
+    With the quantizer `fp8` the weights of all linears but the head are in FP8 (E4M3), and the rows that they
+    multiply are rounded to it. `attention_kernels` names another library for attention. `graphs=False`
+    launches every kernel of every step. `interpreted=True` runs kernels in Triton's interpreter, for tests.
 
     Sums of attention are those of a sequence alone, but cuBLAS chooses an algorithm by the number of rows, so
     the last bits of logits depend on the batch.
@@ -74,20 +81,15 @@ class CudaForwardBackend(ForwardBackendProtocol):
         attention: AttentionBackendProtocol | None = None,
         quantizer: QuantizerProtocol | None = None,
         shard: Shard = WHOLE,
-        linears: Literal["plain", "fp8"] = "plain",
         attention_kernels: Literal["triton", "flashinfer", "flash_attention"] = "triton",
         graphs: bool = True,
         interpreted: bool = False,
     ) -> None:
         del attention  # it has its own
         check_machine(device, is_interpreted=interpreted)
-        check_support(spec, device, quantizer, shard)
-        if linears not in ("plain", "fp8"):
-            raise UnsupportedModelError(f"the option linears is {linears!r}; it is plain or fp8")
-        if linears == "fp8":
-            check_fp8(device, "the option linears=fp8")
-            if device.type == "cuda" and dtype != torch.bfloat16:
-                raise UnsupportedModelError(f"the option linears=fp8 needs a model in bfloat16, not {dtype}")
+        check_support(spec, shard)
+        if quantizer is not None:
+            check_quantizer(quantizer, spec, device, dtype)
         if attention_kernels not in ("triton", *LIBRARIES):
             raise UnsupportedModelError(
                 f"the option attention_kernels is {attention_kernels!r}; it is triton, {', '.join(LIBRARIES)}"
@@ -101,7 +103,7 @@ class CudaForwardBackend(ForwardBackendProtocol):
         from sagellm.accel.cuda.decoder import CudaDecoder  # it imports triton, which is here
 
         with torch.inference_mode(), on_device(device):
-            self._model = CudaDecoder(spec, weights, dtype, device, has_fp8_linears=linears == "fp8")
+            self._model = CudaDecoder(spec, weights, dtype, device, quantizer)
         self._kv: PagedKV | None = None
         self._transfers: BlockTransfers | None = None
         self._graphs: DecodeGraphs | None = None

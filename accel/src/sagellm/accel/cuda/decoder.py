@@ -23,7 +23,15 @@ from sagellm.accel.lowering import lower
 from sagellm.accel.model_loader import ModelLoader
 from sagellm.accel.rope_scaling import rope_frequencies
 from sagellm.accel.weights import WeightReader
-from sagellm.core import AttentionSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec, WeightSource
+from sagellm.core import (
+    AttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    QuantizerProtocol,
+    RopeSpec,
+    WeightSource,
+)
 from sagellm.core.protocols.attention import HiddenStates
 from sagellm.core.protocols.model_spec import LayerLinears
 
@@ -63,8 +71,7 @@ class CudaDecoder:
         weights: WeightSource,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        has_fp8_linears: bool,
+        quantizer: QuantizerProtocol | None,
     ) -> None:
         decoder = spec.decoder
         assert decoder is not None, "FEATURES lacks what has no decoder"
@@ -73,7 +80,7 @@ class CudaDecoder:
             WeightReader(weights, dtype),
             dtype,
             device,
-            partial(FP8Linear if has_fp8_linears else PlainLinear, device),
+            partial(PlainLinear, device) if quantizer is None else partial(FP8Linear, device, quantizer),
         )
         self._linears = LinearContext(WideRows(dtype, device))
         self._embedding = loader.tensor(decoder.embedding)

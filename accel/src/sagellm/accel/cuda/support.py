@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from sagellm.core import WHOLE, ModelSpec, QuantizerProtocol, Shard, UnsupportedModelError
+from sagellm.core.protocols.weight_form import CodeType, WeightForm
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in Triton's interpreter, on tensors of a CPU."""
@@ -38,15 +39,12 @@ _LEAST_CAPABILITY_FOR_FP8 = (8, 9)
 _LARGEST_HEAD = 256
 
 
-def check_support(
-    spec: ModelSpec, device: torch.device, quantizer: QuantizerProtocol | None, shard: Shard
-) -> None:
+_FP8_WEIGHTS = WeightForm(code=CodeType.FP8_E4M3)
+
+
+def check_support(spec: ModelSpec, shard: Shard) -> None:
     """Raise UnsupportedModelError that says what of a model cannot be run."""
     spec.require(FEATURES)
-    if quantizer is not None:
-        raise UnsupportedModelError(
-            "it multiplies plain weights, and FP8 with the option linears=fp8; unset model.quantization"
-        )
     if shard != WHOLE:
         raise UnsupportedModelError(f"it cannot hold a part of a model, and was asked for {shard}")
     shapes = {(each.num_heads, each.num_kv_heads, each.head_dim) for each in spec.attention}
@@ -58,6 +56,20 @@ def check_support(
             f"it takes heads of an even size up to {_LARGEST_HEAD} in groups of equal size, not {num_heads} "
             f"heads of {head_dim} over {num_kv_heads}"
         )
+
+
+def check_quantizer(
+    quantizer: QuantizerProtocol, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise UnsupportedModelError unless a quantizer makes what is multiplied in FP8 here."""
+    if quantizer.weight_form(spec.geometry.hidden_size) != _FP8_WEIGHTS:
+        raise UnsupportedModelError(
+            f"it cannot multiply what the quantizer {type(quantizer).__name__} makes as it is configured; "
+            "it takes fp8 with a scale for each output or for all, or no model.quantization"
+        )
+    check_fp8(device, "the quantizer fp8")
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        raise UnsupportedModelError(f"the quantizer fp8 needs a model in bfloat16, not {dtype}")
 
 
 def check_machine(device: torch.device, *, is_interpreted: bool) -> None:

@@ -23,8 +23,9 @@ READ_BYTES = 1 << 30
 """Bytes read to measure the bandwidth: more than any cache holds."""
 
 _NUM_RUNS = 5
-_INTEGER_BACKENDS = frozenset({"native", "sagellm-accel:native"})
-"""Forward backends that multiply quantized weights as integers; others expand them to the model's dtype."""
+_PRODUCTS = {"native": "int8", "cuda": "float8_e4m3fn"}
+_QUANTIZED_PRODUCTS = _PRODUCTS | {f"sagellm-accel:{name}": dtype for name, dtype in _PRODUCTS.items()}
+"""What forward backends multiply quantized weights in; others expand them to the model's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +95,9 @@ def engine_limits(config: EngineConfig) -> Limits:
 
     backend = config.forward.backend
     dtype = resolve_dtype(config.model.dtype, {})
-    if config.model.quantization is not None and backend.name in _INTEGER_BACKENDS:
-        dtype = torch.int8  # also of weights in 4 bits: the rows that they are multiplied with have 8
-    elif backend.options.get("linears") == "fp8":
-        dtype = torch.float8_e4m3fn
+    if config.model.quantization is not None and backend.name in _QUANTIZED_PRODUCTS:
+        # int8 also of weights in 4 bits: the rows that they are multiplied with have 8
+        dtype = getattr(torch, _QUANTIZED_PRODUCTS[backend.name])
     return measure_limits(resolve_device(config.model.device), dtype)
 
 
