@@ -1,4 +1,4 @@
-"""Quantization for LLM inference."""
+"""Quantization and sparsity for LLM inference."""
 
 from typing import TYPE_CHECKING
 
@@ -7,6 +7,7 @@ from sagellm.core import lazy
 if TYPE_CHECKING:
     from sagellm.accel.int4 import Int4Quantizer as Int4Quantizer
     from sagellm.accel.int8 import Int8Quantizer as Int8Quantizer
+    from sagellm.accel.magnitude import MagnitudeSparsifier as MagnitudeSparsifier
     from sagellm.accel.quality import kl_divergence as kl_divergence
     from sagellm.core.protocols.quantizer import (
         QuantizationConfig as QuantizationConfig,
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
         QuantizationOutput as QuantizationOutput,
         QuantizerMetrics as QuantizerMetrics,
         QuantizerProtocol as QuantizerProtocol,
+    )
+    from sagellm.core.protocols.sparsifier import (
+        SparseOutput as SparseOutput,
+        SparsifierMetrics as SparsifierMetrics,
+        SparsifierProtocol as SparsifierProtocol,
+        SparsityConfig as SparsityConfig,
     )
 
 __version__ = "0.2.0"
@@ -23,8 +30,12 @@ _NAMES = {
         QuantizationConfig QuantizationGranularity QuantizationOutput QuantizerMetrics
         QuantizerProtocol
     """,
+    "sagellm.core.protocols.sparsifier": """
+        SparseOutput SparsifierMetrics SparsifierProtocol SparsityConfig
+    """,
     ".int4": "Int4Quantizer",
     ".int8": "Int8Quantizer",
+    ".magnitude": "MagnitudeSparsifier",
     ".quality": "kl_divergence",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}

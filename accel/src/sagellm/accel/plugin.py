@@ -21,4 +21,10 @@ def sagellm_providers() -> list[Provider]:
         ),
         Provider("quantizer", "int8", "sagellm.accel.int8:Int8Quantizer", "8-bit weights, one scale per row"),
         Provider("quantizer", "int4", "sagellm.accel.int4:Int4Quantizer", "4-bit weights in groups of 128"),
+        Provider(
+            "sparsifier",
+            "magnitude",
+            "sagellm.accel.magnitude:MagnitudeSparsifier",
+            "the N largest of each M neighbours, 2:4 by default",
+        ),
     ]
