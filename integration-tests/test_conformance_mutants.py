@@ -287,7 +287,7 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
             "what is kept comes back bit by bit",
             "what is kept comes back bit by bit",
         ),
-        "kernel": ("a kernel multiplies by the pruned weight", None),
+        "kernel": ("a kernel multiplies by the weight as it is", None),
         "linear": (
             "linear multiplies by what the output stands for",
             "linear multiplies by what the output stands for",

@@ -106,10 +106,12 @@ def test_rows_that_take_many_slices_are_pruned_alike(monkeypatch):
     torch.testing.assert_close(product, x @ expected.T + 1)
 
 
-def test_a_slice_of_a_larger_matrix_is_pruned():
-    whole = torch.randn(16, 32)
-    columns = whole[:, 8:24]
-    assert torch.equal(pruned(columns), pruned(columns.contiguous()))
+@pytest.mark.parametrize("part", [lambda whole: whole[:, 8:24], lambda whole: whole.T])
+def test_matrices_that_are_not_contiguous_are_pruned(part):
+    weight = part(torch.randn(16, 32))
+    expected = by_definition(weight, 2, 4)
+    assert torch.equal(pruned(weight), expected)
+    assert torch.equal(sparsifier().prune(weight), expected)
 
 
 def test_the_row_of_a_bad_value_is_that_of_the_whole_matrix(monkeypatch):
@@ -222,6 +224,13 @@ def test_torchs_kernels_take_16_bits_and_whole_tiles(sparse_units, shape, dtype,
     if kernel is not None:
         x, bias = torch.randn(3, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
         assert torch.equal(kernel(x, bias), torch.nn.functional.linear(x, weight, bias))
+
+
+def test_a_weight_that_was_not_pruned_has_no_kernel(sparse_units):
+    weight = pruned(torch.randn(64, 128).half())
+    weight[5, 8:11] = 1
+    assert sparsifier().kernel(weight) is None
+    assert sparse_units.given == []
 
 
 def test_without_torchs_kernels_weights_stay_dense(sparse_units, caplog):

@@ -12,7 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from sagellm.accel import MagnitudeSparsifier, SparsityConfig
 from sagellm.accel.pruned_weights import PrunedWeights
-from sagellm.core import CheckpointError, ConfigError, Shard, UnknownProviderError, UnsupportedModelError
+from sagellm.core import (
+    CheckpointError,
+    ConfigError,
+    PluginError,
+    Shard,
+    UnknownProviderError,
+    UnsupportedModelError,
+)
 from sagellm.core.protocols.weight_form import CodeType, WeightForm
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.config.schema import EngineConfig
@@ -128,6 +135,14 @@ def test_quantized_checkpoints_are_refused(checkpoint, change):
     }
     with pytest.raises(CheckpointError, match=r"_proj.weight' is stored as .*; unset model\.sparsity"):
         PrunedWeights(model.weights, model.spec, MagnitudeSparsifier(), CPU)
+
+
+@pytest.mark.parametrize("change", [lambda weight: weight[:, :4], lambda weight: weight.double()])
+def test_a_sparsifier_that_changes_shape_or_dtype_is_named(checkpoint, monkeypatch, change):
+    prune = MagnitudeSparsifier.prune
+    monkeypatch.setattr(MagnitudeSparsifier, "prune", lambda self, weight: change(prune(self, weight)))
+    with pytest.raises(PluginError, match=r"the sparsifier MagnitudeSparsifier made .* must keep both"):
+        answer(checkpoint, sparsity="2:4", forward_backend="native")
 
 
 @pytest.mark.parametrize(

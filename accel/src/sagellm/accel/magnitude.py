@@ -121,6 +121,8 @@ class MagnitudeSparsifier(SparsifierProtocol):
             return None
         if any(size % multiple for size, multiple in zip(weight.shape, _MULTIPLES, strict=True)):
             return None
+        if int(weight.reshape(-1, self._config.m).count_nonzero(dim=-1).max()) > self._config.n:
+            return None  # it was not pruned
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch calls its sparse tensors a prototype
@@ -158,7 +160,7 @@ def _warn_once(reason: str) -> None:
 
 def largest(weight: torch.Tensor, n: int, m: int) -> torch.Tensor:
     """Return bool (out, in): whether a weight is one of the n largest of its group; of equals the first."""
-    sizes = weight.abs().view(-1, m).T.contiguous()  # (m, groups), so that comparisons run along lines
+    sizes = weight.abs().reshape(-1, m).T.contiguous()  # (m, groups), so that comparisons run along lines
     num_larger = torch.zeros_like(sizes, dtype=torch.uint8)
     for left in range(m):
         for right in range(left + 1, m):

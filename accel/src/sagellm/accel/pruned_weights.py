@@ -16,6 +16,7 @@ from sagellm.core import (
     ExpertsSpec,
     InvalidInputError,
     ModelSpec,
+    PluginError,
     Shard,
     SparsifierProtocol,
     TensorSpec,
@@ -84,6 +85,11 @@ class PrunedWeights(WeightSource):
         except InvalidInputError as error:
             of = f"rows from {begin} of tensor" if begin else "tensor"
             raise CheckpointError(f"{stored.path}: {of} {tensor.name!r}: {error}") from error
+        if (pruned.shape, pruned.dtype) != (dense.shape, dense.dtype):
+            raise PluginError(
+                f"the sparsifier {type(self._sparsifier).__name__} made {pruned.dtype} {tuple(pruned.shape)} "
+                f"of {dense.dtype} {tuple(dense.shape)}; prune() must keep both"
+            )
         array: npt.NDArray[np.generic] = pruned.cpu().contiguous().view(torch.uint8).numpy().view(rows.dtype)
         return array
 

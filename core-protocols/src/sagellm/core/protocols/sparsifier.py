@@ -134,9 +134,10 @@ class SparsifierProtocol(ABC):
         """
 
     def kernel(self, weight: torch.Tensor) -> SparseProduct | None:
-        """Return a product by a pruned weight (out, in) that is faster than a dense one; None: there is none.
+        """Return a product by a weight (out, in) that is faster than a dense one; None: there is none.
 
-        It holds the weight in a form of its own. Its inputs are of the weight's dtype and device.
+        It holds the weight in a form of its own. Its inputs are of the weight's dtype and device. There is
+        none for a weight that is not pruned, such as a head.
         """
         return None
 

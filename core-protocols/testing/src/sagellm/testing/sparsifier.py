@@ -163,19 +163,20 @@ class SparsifierContract:
             with pytest.raises(InvalidInputError, match="8"):
                 sparsifier.linear(x, output)
 
-    def test_a_kernel_multiplies_by_the_pruned_weight(self, torch: Any) -> None:
-        """Where there is one: on this device it may well be None."""
+    @pytest.mark.parametrize("kind", ["pruned", "dense"])
+    def test_a_kernel_multiplies_by_the_weight_as_it_is(self, torch: Any, kind: str) -> None:
+        """Where there is one: on this device it may well be None, and a dense weight needs none."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         sparsifier = self.make()
         weight = self.weight("2:4", (128, 64), "float16").to(device)
-        pruned = sparsifier.densify(sparsifier.sparsify(weight))
-        kernel = sparsifier.kernel(pruned)
+        weight = sparsifier.prune(weight) if kind == "pruned" else weight
+        kernel = sparsifier.kernel(weight)
         if kernel is None:
             return
         bias = torch.randn(128, dtype=weight.dtype, device=device)
         for num_tokens in (1, 7, 64):
             x = torch.randn(num_tokens, weight.shape[1], dtype=weight.dtype, device=device)
-            expected = x.float() @ pruned.float().T + bias.float()
+            expected = x.float() @ weight.float().T + bias.float()
             product = kernel(x, bias)
             assert (product.dtype, tuple(product.shape)) == (x.dtype, (num_tokens, 128))
             torch.testing.assert_close(product.float(), expected, rtol=2e-2, atol=2e-1)
