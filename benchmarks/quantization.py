@@ -1,16 +1,18 @@
 """What quantized weights and KV cost in quality: `python benchmarks/quantization.py [MODEL]`.
 
 The same tokens go through the engine's forward pass for each row, a configuration: `weights` or
-`weights/kv`, where weights are a dtype or a quantizer, as in `bfloat16 int8 int8/int8 int4`. Printed are
-KL(reference ‖ row) in nats per position, the share of positions with the same most likely token, and the
-bytes of the weights. The tokens are text held out from the embedded model's training or, for another model,
-random ones. A model that is not there is made, with the attention of an ordinary initialization.
+`weights/kv`, where weights are a dtype, a quantizer or a pattern of sparsity, as in `bfloat16 int8/int8
+int4 2:4`. Printed are KL(reference ‖ row) in nats per position, the share of positions with the same most
+likely token, and the bytes of the weights. The tokens are text held out from the embedded model's training
+or, for another model, random ones. A model that is not there is made, with the attention of an ordinary
+initialization.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 def compute_logits(model: str, prompts: list[list[int]], row: str, backend: str) -> tuple[torch.Tensor, int]:
     """Return the logits (tokens, vocab) of all prompts and the bytes of the weights."""
     weights, _, kv = row.partition("/")
-    settings = {"dtype": weights} if weights in DTYPES else {"dtype": "bfloat16", "quantization": weights}
+    kind = "sparsity" if re.fullmatch(r"\d+:\d+", weights) else "quantization"
+    settings = {"dtype": weights} if weights in DTYPES else {"dtype": "bfloat16", kind: weights}
     config = EngineConfig.from_flat(
         model=model, forward_backend=backend, kv_cache_dtype=kv or "auto", num_blocks=256, **settings
     )

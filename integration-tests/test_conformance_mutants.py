@@ -28,6 +28,7 @@ WHOLE = {
     "quantizer": "int8",
     "reasoning_parser": "qwen3",
     "scheduler": "base",
+    "sparsifier": "magnitude",
     "tool_parser": "hermes",
     "topology": "local",
     "trace_reader": "azure",
@@ -280,6 +281,23 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
         "run": (
             "a pass decides what it may and writes to nothing",
             "a pass decides what it may and writes to nothing",
+        ),
+    },
+    "sparsifier": {
+        "densify": (
+            "what is kept comes back bit by bit",
+            "what is kept comes back bit by bit",
+        ),
+        "kernel": ("a kernel multiplies by the weight as it is", None),
+        "linear": (
+            "linear multiplies by what the output stands for",
+            "linear multiplies by what the output stands for",
+        ),
+        "metrics": ("metrics count what was pruned", "metrics count what was pruned"),
+        "prune": ("prune is sparsify and densify", "prune is sparsify and densify"),
+        "sparsify": (
+            "exactly n of each m columns are kept",
+            "exactly n of each m columns are kept",
         ),
     },
     "tool_parser": {

@@ -16,6 +16,7 @@ from sagellm.core import (
     QuantizerProtocol,
     SchedulerIRProtocol,
     SequenceId,
+    SparsifierProtocol,
     TopologyProtocol,
 )
 from sagellm.core.protocols.kv_allocator import NullKVAllocator
@@ -24,6 +25,7 @@ from sagellm.core.protocols.lifetime import NullLifetimePredictor
 from sagellm.core.protocols.prefix_cache import NullPrefixCache
 from sagellm.core.protocols.quantizer import NullQuantizer
 from sagellm.core.protocols.scheduler_ir import NullSchedulerIR
+from sagellm.core.protocols.sparsifier import NullSparsifier, SparsityConfig
 from sagellm.core.protocols.topology import NullTopology
 from sagellm.core.protocols.trace import NullTraceReader
 from sagellm.testing import (
@@ -34,6 +36,7 @@ from sagellm.testing import (
 )
 from sagellm.testing.quantizer import QuantizerContract
 from sagellm.testing.scheduler import SchedulerPlanContract
+from sagellm.testing.sparsifier import SparsifierContract
 from sagellm.testing.topology import TopologyContract
 
 
@@ -93,6 +96,11 @@ def test_every_lookup_of_a_null_cache_misses_and_every_block_stays_with_the_call
 class TestNullQuantizer(QuantizerContract):
     def make(self, config: QuantizationConfig | None = None) -> QuantizerProtocol:
         return NullQuantizer(config)
+
+
+class TestNullSparsifier(SparsifierContract):
+    def make(self, config: SparsityConfig | None = None) -> SparsifierProtocol:
+        return NullSparsifier(config)
 
 
 class TestNullSchedulerIR(SchedulerPlanContract):

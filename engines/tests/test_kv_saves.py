@@ -166,6 +166,7 @@ def test_every_tenant_gets_its_own_and_no_other(make):
         ({"dtype": "bfloat16"}, "of another dtype: 'float32' instead of 'bfloat16'"),
         ({"block_size": 16}, "of another layout: 'v1:.*:b8:.*' instead of 'v1:.*:b16:.*'"),
         ({"quantization": "int8"}, "of another model: "),
+        ({"sparsity": "2:4"}, "of another model: "),
     ],
 )
 def test_a_save_of_anything_else_is_refused_with_the_reason(make, options, reason):

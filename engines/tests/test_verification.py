@@ -176,6 +176,7 @@ def test_a_checkpoint_is_as_large_as_its_parameters(checkpoint: Path) -> None:
         ({"kv.dtype": "float32"}, False),
         ({"kv.dtype": "int8"}, True),
         ({"kv.dtype": "float32", "model.quantization": "int8"}, True),
+        ({"kv.dtype": "float32", "model.sparsity": "2:4"}, True),
     ],
 )
 def test_fewer_bits_for_weights_or_kv_are_lossy(settings: dict[str, str], is_lossy: bool) -> None:

@@ -45,6 +45,7 @@ KINDS_AND_SETTINGS = {
     "executor": {"executor": "exit"},
     "forward_backend": {"forward_backend": "exit"},
     "quantizer": {"quantization": "exit"},
+    "sparsifier": {"sparsity": "exit"},
 }
 
 

@@ -1,4 +1,4 @@
-"""Quantization for LLM inference."""
+"""Quantization and sparsity for LLM inference."""
 
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sagellm.accel.fp8 import FP8E5M2Quantizer as FP8E5M2Quantizer, FP8Quantizer as FP8Quantizer
     from sagellm.accel.int4 import Int4Quantizer as Int4Quantizer
     from sagellm.accel.int8 import Int8Quantizer as Int8Quantizer
+    from sagellm.accel.magnitude import MagnitudeSparsifier as MagnitudeSparsifier
     from sagellm.accel.quality import kl_divergence as kl_divergence
     from sagellm.core.protocols.quantizer import (
         QuantizationConfig as QuantizationConfig,
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
         QuantizationOutput as QuantizationOutput,
         QuantizerMetrics as QuantizerMetrics,
         QuantizerProtocol as QuantizerProtocol,
+    )
+    from sagellm.core.protocols.sparsifier import (
+        SparseOutput as SparseOutput,
+        SparsifierMetrics as SparsifierMetrics,
+        SparsifierProtocol as SparsifierProtocol,
+        SparsityConfig as SparsityConfig,
     )
 
 __version__ = "0.2.0"
@@ -36,8 +43,12 @@ _NAMES = {
     ".activations": "RoundedActivations quantized_linear round_activations",
     ".awq_scales": "InputScales search_input_scales",
     ".fp8": "FP8E5M2Quantizer FP8Quantizer",
+    "sagellm.core.protocols.sparsifier": """
+        SparseOutput SparsifierMetrics SparsifierProtocol SparsityConfig
+    """,
     ".int4": "Int4Quantizer",
     ".int8": "Int8Quantizer",
+    ".magnitude": "MagnitudeSparsifier",
     ".quality": "kl_divergence",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -13,7 +13,7 @@ import torch
 from sagellm.accel.row_padding import padded_linear
 from sagellm.accel.weights import WeightReader
 from sagellm.accel.widening import can_pack, packed_linear, widened_product, widening_for
-from sagellm.core import WHOLE, ModelMetrics, QuantizerProtocol, Shard
+from sagellm.core import WHOLE, ModelMetrics, QuantizerProtocol, Shard, SparsifierProtocol
 from sagellm.core.protocols.model_spec import FusedLinear
 
 
@@ -216,6 +216,24 @@ class QuantizedLinear(PlainLinear):
         self._weigh(self._output.values.numel(), self._output.num_bytes)
 
 
+class SparseLinear(PlainLinear):
+    """The same over a pruned weight, by the sparsifier's kernel where it has one for it."""
+
+    def __init__(self, device: torch.device, sparsifier: SparsifierProtocol) -> None:
+        super().__init__(device)
+        self._sparsifier = sparsifier
+
+    def apply(self, x: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
+        """Multiply."""
+        return super().apply(x, ctx) if self._kernel is None else self._kernel(x, self._bias)
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._kernel = self._sparsifier.kernel(self._weight)
+        if self._kernel is not None:
+            del self._weight
+
+
 class Staging:
     """Memory for one weight at a time."""
 
@@ -231,11 +249,16 @@ class Staging:
 
 
 def linear_methods(
-    dtype: torch.dtype, device: torch.device, quantizer: QuantizerProtocol | None
+    dtype: torch.dtype,
+    device: torch.device,
+    quantizer: QuantizerProtocol | None,
+    sparsifier: SparsifierProtocol | None = None,
 ) -> Callable[[], LinearMethod]:
-    """Return the factory of a model's linear layers, with this quantizer or without one."""
+    """Return the factory of a model's linear layers, whose weights a sparsifier, if any, has pruned."""
     if quantizer is not None:
         return partial(QuantizedLinear, device, quantizer)
+    if sparsifier is not None and device.type != "cpu":
+        return partial(SparseLinear, device, sparsifier)
     if PackedLinear.takes(dtype, device):
         return partial(PackedLinear, device, Staging())
     return partial(PlainLinear, device)

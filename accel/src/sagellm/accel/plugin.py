@@ -28,4 +28,10 @@ def sagellm_providers() -> list[Provider]:
             "sagellm.accel.fp8:FP8E5M2Quantizer",
             "weights in E5M2, a scale per row",
         ),
+        Provider(
+            "sparsifier",
+            "magnitude",
+            "sagellm.accel.magnitude:MagnitudeSparsifier",
+            "the N largest of each M neighbours, 2:4 by default",
+        ),
     ]

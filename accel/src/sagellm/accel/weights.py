@@ -14,7 +14,7 @@ from sagellm.accel.slices import row_slices
 from sagellm.core import CheckpointError, TensorSpec, WeightSource
 from sagellm.core.protocols.weight_form import WeightForm
 
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -58,12 +58,12 @@ class WeightReader:
         stored = self.source.tensors[tensor.name]
         if stored.form is not None:
             return self._expand(tensor, stored.form, out)
-        if stored.dtype not in _DTYPES:
+        if stored.dtype not in DTYPES:
             raise CheckpointError(
                 f"{stored.path}: tensor {tensor.name!r} has the type {stored.dtype}; only plain integers and "
                 f"{', '.join(sorted(_FLOATS))} can be loaded"
             )
-        source = _DTYPES[stored.dtype]
+        source = DTYPES[stored.dtype]
         target = self._dtype if stored.dtype in _FLOATS else source
         if out is None:
             out = torch.empty(stored.shape, dtype=target)

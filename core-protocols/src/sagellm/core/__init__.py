@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.quantizer import *
     from sagellm.core.protocols.request_rows import *
     from sagellm.core.protocols.scheduler_ir import *
+    from sagellm.core.protocols.sparsifier import *
     from sagellm.core.protocols.step import *
     from sagellm.core.protocols.topology import *
     from sagellm.core.protocols.trace import *
@@ -115,6 +116,7 @@ _NAMES = {
         Decision PassMetrics ScheduleIR SchedulePlan SchedulerIRProtocol SchedulerMetrics
         SchedulerPassProtocol
     """,
+    "protocols.sparsifier": "SparsifierProtocol",
     "protocols.step": "StepInput StepOutput",
     "protocols.topology": "Topology TopologyMetrics TopologyProtocol",
     "protocols.trace": "Tokenize TraceReaderProtocol TraceRequest",

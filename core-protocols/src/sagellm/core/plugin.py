@@ -15,6 +15,7 @@ _NULL = [
     ("model_family", "model_family:NullModelFamily", "accepts no checkpoint"),
     ("checkpoint_format", "checkpoint_format:NullCheckpointFormat", "opens nothing"),
     ("quantizer", "quantizer:NullQuantizer", "keeps weights as they are"),
+    ("sparsifier", "sparsifier:NullSparsifier", "keeps every weight"),
     ("scheduler", "scheduler_ir:NullSchedulerIR", "schedules nothing"),
     ("scheduler_pass", "scheduler_ir:NullSchedulerPass", "changes nothing"),
     ("lifetime_predictor", "lifetime:NullLifetimePredictor", "predicts the limit"),

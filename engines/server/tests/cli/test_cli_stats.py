@@ -185,6 +185,18 @@ def test_a_quantizer_says_what_remains(make_engine, run_engine, sage):
     assert 0.2 < shown["remaining_share"] < 0.5  # of float32
 
 
+def test_without_a_sparsifier_that_is_said(engine, sage):
+    assert "no weights are pruned; --sparsity 2:4" in sage("llm", "sparsity", "stats").out
+
+
+def test_a_sparsifier_says_what_it_removed(make_engine, run_engine, sage):
+    run_engine(make_engine(sparsity="1:4"))
+    shown = sage("llm", "sparsity", "stats", "--json").json
+    assert (shown["provider"], shown["removed_share"]) == ("magnitude", 0.75)
+    assert shown["num_kept"] * 4 == shown["num_weights"]
+    assert 0.05 < shown["removed_squares_share"] < 0.5
+
+
 def test_the_topology_is_summed_up(engine, sage):
     shown = sage("llm", "comm", "stats", "--json").json
     assert (shown["provider"], shown["memory_bytes"] > 0) == ("local", True)

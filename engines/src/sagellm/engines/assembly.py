@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
+from sagellm.accel.pruned_weights import pruned
 from sagellm.core import (
     WHOLE,
     CheckpointError,
@@ -116,9 +117,8 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
     modules = Modules(registry, config)
     read_tiers(modules)  # so that errors are found before loading
     trace = open_trace(config.trace.file, runtime.clock)
-    quantizer = None
-    if config.model.quantization is not None:
-        quantizer = modules.make("quantizer", config.model.quantization)
+    quantizer = modules.make_optional("quantizer", config.model.quantization)
+    sparsifier = modules.make_optional("sparsifier", config.model.sparsity)
     opened = open_model(config.model, registry)
     geometry, spec = opened.spec.geometry, opened.spec
     default_params = _default_params(opened.generation)
@@ -138,12 +138,13 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         chosen = make_backend(
             modules,
             spec,
-            weights,
+            pruned(weights, spec, sparsifier, device),
             extra_features=_extra_features(config, opened.dtype_name, kv_dtype),
             device=device,
             dtype=opened.dtype,
             attention=ProgressReportingAttention(attention, progress),
             quantizer=quantizer,
+            sparsifier=sparsifier,
             shard=WHOLE,
         )
     backend = chosen.backend
@@ -169,8 +170,9 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
     core.add_metrics("work", lambda: core.runner.work.metrics(geometry, layout, weight_bytes))
     core.add_metrics("model_family", backend.model_metrics)
     core.add_metrics("attention_backend", attention.metrics)
-    if quantizer is not None:
-        core.add_metrics("quantizer", quantizer.metrics)
+    for kind, made in (("quantizer", quantizer), ("sparsifier", sparsifier)):
+        if made is not None:
+            core.add_metrics(kind, made.metrics)
     limits = RequestLimits(
         vocab_size=geometry.vocab_size,
         max_model_len=max_model_len,

@@ -53,6 +53,10 @@ class Modules:
         """
         return _keyed(SETTINGS.get(kind, kind), self.registry.make, kind, spec, *args, **keywords)
 
+    def make_optional(self, kind: str, spec: ProviderSpec | None) -> Any:
+        """Build a provider as `make` does; None if none is named."""
+        return None if spec is None else self.make(kind, spec)
+
     def eviction_policy(self, spec: ProviderSpec) -> Any:
         """Build an eviction policy. If it takes a `lifetime_predictor`, it gets its own new one to train."""
         given = {}

@@ -35,7 +35,8 @@ KINDS = {
     "eviction_policy": Kind("factory(lifetime_predictor=...)"),
     "executor": Kind("factory(worker)"),
     "forward_backend": Kind(
-        "factory(spec, weights, device=..., dtype=..., attention=..., quantizer=..., shard=...)"
+        "factory(spec, weights, device=..., dtype=..., attention=..., quantizer=..., "
+        "sparsifier=..., shard=...)"
     ),
     "grammar": Kind("factory(vocabulary)"),
     "kv_allocator": Kind("factory(total_blocks)"),
@@ -54,6 +55,7 @@ KINDS = {
         "probe=..., epoch=..., clock=..., cost=..., step_target_ms=...)"
     ),
     "scheduler_pass": Kind("factory()"),
+    "sparsifier": Kind("factory(config)", config="protocols.sparsifier:SparsityConfig"),
     "tool_parser": Kind("factory(chat_template=...)"),
     "topology": Kind("factory()"),
     "trace_reader": Kind("factory(tokenize=...)"),

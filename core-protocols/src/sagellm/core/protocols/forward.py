@@ -41,9 +41,10 @@ class ForwardBackendProtocol(ABC):
     """Computes logits of a batch over paged KV.
 
     Providers are called as
-    `factory(spec, weights, device=..., dtype=..., attention=..., quantizer=..., shard=...)`: the
-    model as a ModelSpec, a WeightSource, torch's device and dtype, an AttentionBackendProtocol (a backend may
-    have its own attention instead), a QuantizerProtocol or None, and the Shard of the weights that this rank
+    `factory(spec, weights, device=..., dtype=..., attention=..., quantizer=..., sparsifier=..., shard=...)`:
+    the model as a ModelSpec, a WeightSource, torch's device and dtype, an AttentionBackendProtocol (a backend
+    may have its own attention instead), a QuantizerProtocol or None, a SparsifierProtocol (the weights come
+    pruned by it, and its `kernel` may multiply by them) or None, and the Shard of the weights that this rank
     has. If the spec needs a feature that is not in `features`, the factory is not called. If it cannot
     support anything else, it raises UnsupportedModelError before it reads a weight. It reads each tensor
     once and keeps it once.

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         SchedulerPlanContract as SchedulerPlanContract,
     )
     from sagellm.testing.scheduler_pass import SchedulerPassContract as SchedulerPassContract
+    from sagellm.testing.sparsifier import SparsifierContract as SparsifierContract
     from sagellm.testing.threads import run_in_threads as run_in_threads
     from sagellm.testing.topology import TopologyContract as TopologyContract
     from sagellm.testing.trace import TraceReaderContract as TraceReaderContract
@@ -75,6 +76,7 @@ _TABLE = {
     "SchedulerContract": ".scheduler",
     "SchedulerPassContract": ".scheduler_pass",
     "SchedulerPlanContract": ".scheduler",
+    "SparsifierContract": ".sparsifier",
     "ToolParserContract": ".parsers",
     "TopologyContract": ".topology",
     "TraceReaderContract": ".trace",

@@ -20,6 +20,7 @@ from sagellm.core.protocols.eviction import EvictionCandidate
 from sagellm.core.protocols.logits_processor import LogitsRequest
 from sagellm.core.protocols.quantizer import QuantizationConfig
 from sagellm.core.protocols.request_rows import ScheduleRequest
+from sagellm.core.protocols.sparsifier import SparsityConfig
 from sagellm.core.runtime import VirtualClock
 from sagellm.core.tokens import pack
 from sagellm.testing.calls import Calls
@@ -38,6 +39,7 @@ from sagellm.testing.prefix_cache import KeepingPrefixCacheContract, PrefixCache
 from sagellm.testing.quantizer import QuantizerContract
 from sagellm.testing.scheduler import SchedulerContract, SchedulerPlanContract
 from sagellm.testing.scheduler_pass import SchedulerPassContract
+from sagellm.testing.sparsifier import SparsifierContract
 from sagellm.testing.topology import TopologyContract
 from sagellm.testing.trace import TraceReaderContract, tokenize
 
@@ -79,6 +81,10 @@ def _make_cache(self: Any, max_blocks: int = 100, block_size: int = 4, **options
 
 def _make_quantizer(self: Any, config: QuantizationConfig | None = None) -> Any:
     return _make(self, config or QuantizationConfig())
+
+
+def _make_sparsifier(self: Any, config: SparsityConfig | None = None) -> Any:
+    return _make(self, config or SparsityConfig())
 
 
 def _make_tier(self: Any, max_bytes: int) -> Any:
@@ -241,6 +247,9 @@ _KINDS = {
         does=_schedules,
     ),
     "scheduler_pass": _Kind(SchedulerPassContract, "SchedulerPassProtocol", _call, _make),
+    "sparsifier": _Kind(
+        SparsifierContract, "SparsifierProtocol", lambda factory: factory(SparsityConfig()), _make_sparsifier
+    ),
     "tool_parser": _Kind(
         ToolParserContract, "ToolParserProtocol", _call, _make, sample=_answer, has_template=True
     ),

@@ -10,6 +10,7 @@ _MODULES = {
     "grammar": "structured outputs",
     "predictor": "lifetime predictor",
     "accel": "quantizer",
+    "sparsity": "sparsifier",
     "comm": "topology",
 }
 

@@ -24,6 +24,8 @@ class EngineSettings(TypedDict, total=False):
     """where the model runs: auto, cpu, cuda or cuda:N"""
     quantization: str | Mapping[str, Any] | ProviderSpec | None
     """quantizer that the weights go through at loading"""
+    sparsity: str | Mapping[str, Any] | ProviderSpec | None
+    """sparsifier that prunes the layers' weights at loading, or a pattern such as 2:4"""
     max_model_len: int | None
     """longest prompt and output together, in tokens; null: the model's own"""
     seed: int | None

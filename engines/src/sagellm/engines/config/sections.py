@@ -77,6 +77,17 @@ def _as_tiers(value: object) -> tuple[ProviderSpec, ...]:
     return tiers
 
 
+def _as_sparsifier(value: object) -> ProviderSpec:
+    """Read a provider, or the pattern of `magnitude` alone. Raises ConfigError for what YAML makes of it."""
+    if isinstance(value, int):
+        raise ConfigError(
+            f"it is the number {value}; quote a pattern in YAML, as in '2:4', which is 124 to it"
+        )
+    if isinstance(value, str) and re.fullmatch(r"\d+:\d+", value):
+        return ProviderSpec("magnitude", {"pattern": value})
+    return ProviderSpec.of(value)
+
+
 def _sized(tier: ProviderSpec) -> ProviderSpec:
     if "max_bytes" not in tier.options:
         raise ConfigError(
@@ -106,6 +117,7 @@ Size = Annotated[str, BeforeValidator(_as_size)]
 PathOrName = Annotated[Name, BeforeValidator(_as_text)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_as_names)]
 OneProvider = Annotated[ProviderSpec, BeforeValidator(ProviderSpec.of)]
+Sparsity = Annotated[ProviderSpec, BeforeValidator(_as_sparsifier)]
 Providers = Annotated[tuple[ProviderSpec, ...], BeforeValidator(_as_providers)]
 Tiers = Annotated[tuple[ProviderSpec, ...], BeforeValidator(_as_tiers)]
 
@@ -161,6 +173,9 @@ class ModelConfig(Checked):
     device: str = Field(default="auto", description="where the model runs: auto, cpu, cuda or cuda:N")
     quantization: OneProvider | None = provider(
         "quantizer", None, "quantizer that the weights go through at loading"
+    )
+    sparsity: Sparsity | None = provider(
+        "sparsifier", None, "sparsifier that prunes the layers' weights at loading, or a pattern such as 2:4"
     )
     max_model_len: int | None = Field(
         default=None,

@@ -24,6 +24,7 @@ from sagellm.core import (
     OutOfMemoryError,
     QuantizerProtocol,
     Shard,
+    SparsifierProtocol,
     UnsupportedModelError,
     WeightSource,
 )
@@ -51,6 +52,7 @@ class TorchForwardBackend(ForwardBackendProtocol):
         dtype: torch.dtype,
         attention: AttentionBackendProtocol,
         quantizer: QuantizerProtocol | None = None,
+        sparsifier: SparsifierProtocol | None = None,
         shard: Shard = WHOLE,
         fusions: Sequence[str] = tuple(JOINS),
     ) -> None:
@@ -64,6 +66,7 @@ class TorchForwardBackend(ForwardBackendProtocol):
             device=device,
             weights=WeightReader(weights, dtype),
             quantizer=quantizer,
+            sparsifier=sparsifier,
             fusions=fusions,
         )
         with torch.inference_mode():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sagellm.core import ProviderSpec
     from sagellm.engines.config.sections import ModelConfig
 
 
@@ -18,10 +19,10 @@ def fingerprint_of(files: Iterable[Path], settings: ModelConfig) -> str:
     Reads every byte of the weights, about 1 s per GB: a block of another model must never be found.
     """
     digest = blake2b(digest_size=16)
-    quantization = settings.quantization and settings.quantization.plain()
-    if isinstance(quantization, dict):
-        quantization = json.dumps(quantization, sort_keys=True, default=str)
-    for part in (settings.dtype, quantization or ""):
+    parts = [settings.dtype, _text(settings.quantization)]
+    if settings.sparsity is not None:  # without it, what was saved before there was such a setting is found
+        parts.append(_text(settings.sparsity))
+    for part in parts:
         digest.update(f"{len(part)}:{part}".encode())
     for file in sorted(files):
         size = file.stat().st_size
@@ -29,3 +30,8 @@ def fingerprint_of(files: Iterable[Path], settings: ModelConfig) -> str:
         with file.open("rb") as opened:
             file_digest(opened, lambda: digest)
     return digest.hexdigest()
+
+
+def _text(provider: ProviderSpec | None) -> str:
+    plain = "" if provider is None else provider.plain()
+    return json.dumps(plain, sort_keys=True, default=str) if isinstance(plain, dict) else plain

@@ -10,7 +10,13 @@ import torch
 
 from sagellm.accel.fusion import JOINS
 from sagellm.accel.weights import WeightReader
-from sagellm.core import AttentionBackendProtocol, InputBatch, ModelMetrics, QuantizerProtocol
+from sagellm.core import (
+    AttentionBackendProtocol,
+    InputBatch,
+    ModelMetrics,
+    QuantizerProtocol,
+    SparsifierProtocol,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +24,14 @@ class BuildContext:
     """Where weights come from and in what form they are kept; each weight is read once.
 
     Linear weights, the projections of the layers and an untied head, go through `quantizer` if there is one.
+    Those of the layers come pruned if there is a `sparsifier`.
     """
 
     dtype: torch.dtype
     device: torch.device
     weights: WeightReader
     quantizer: QuantizerProtocol | None = None
+    sparsifier: SparsifierProtocol | None = None
     fusions: Collection[str] = tuple(JOINS)
 
 

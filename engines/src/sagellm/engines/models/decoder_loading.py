@@ -31,7 +31,8 @@ def build_decoder(spec: ModelSpec, context: BuildContext) -> Decoder:
     assert decoder is not None, "FEATURES lacks classes of transformers"
     linears = lower(spec, context.weights.source, context.fusions)
     dtype, device = context.dtype, context.device
-    loader = ModelLoader(context.weights, dtype, device, linear_methods(dtype, device, context.quantizer))
+    method = linear_methods(dtype, device, context.quantizer, context.sparsifier)
+    loader = ModelLoader(context.weights, dtype, device, method)
     rotary = RotaryEmbedding(decoder.layers[0].rope, device)  # FEATURES lacks mixed_rope
     embedding = loader.tensor(decoder.embedding)
     layers = [

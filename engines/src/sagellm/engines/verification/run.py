@@ -36,8 +36,10 @@ class Answers:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the engine rounds weights or KV to a format that the reference does not have."""
-        return self.config.model.quantization is not None or self.config.kv.dtype != self.config.model.dtype
+        """Whether the engine prunes weights, or rounds them or KV to a format that the reference lacks."""
+        model = self.config.model
+        changes_weights = model.quantization is not None or model.sparsity is not None
+        return changes_weights or self.config.kv.dtype != model.dtype
 
 
 def take_answers(engine: LLMEngine, prompts: Sequence[AskedPrompt], *, max_tokens: int) -> Answers:

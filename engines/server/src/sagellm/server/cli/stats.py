@@ -119,6 +119,16 @@ def _derive_accel(quantizer: Any, _: EngineMetrics) -> Figures:
     return {"remaining_share": quantizer.quantized_bytes / quantizer.original_bytes}
 
 
+def _derive_sparsity(sparsifier: Any, _: EngineMetrics) -> Figures:
+    """Add which part of the weights was removed, and of the sum of their squares."""
+    if not sparsifier.squares:
+        return {}
+    return {
+        "removed_share": 1 - sparsifier.num_kept / sparsifier.num_weights,
+        "removed_squares_share": 1 - sparsifier.kept_squares / sparsifier.squares,
+    }
+
+
 def _derive_eviction(_: Any, engine: EngineMetrics) -> Figures:
     cache = engine.modules.get("prefix_cache")  # it replaces a failing policy, and knows why
     return {"failure": getattr(cache, "policy_failure", "")}
@@ -165,6 +175,12 @@ MODULES: dict[str, Module] = {
         title="quantizer",
         derive=_derive_accel,
         without="no quantizer is used; --quantization NAME at the engine's start chooses one",
+    ),
+    "sparsity": Module(
+        kind="sparsifier",
+        title="sparsifier",
+        derive=_derive_sparsity,
+        without="no weights are pruned; --sparsity 2:4 at the engine's start prunes them",
     ),
 }
 
@@ -270,5 +286,6 @@ def _app(name: str) -> typer.Typer:
 cache, pool, eviction = _app("cache"), _app("pool"), _app("eviction")  # cli.cache and cli.pool have more
 tiers = _app("tiers")
 scheduler, predictor, accel = _app("scheduler"), _app("predictor"), _app("accel")
+sparsity = _app("sparsity")
 speculation, grammar = _app("speculation"), _app("grammar")
 comm = make_app("topology", read_machine)

@@ -25,6 +25,7 @@ from sagellm.core import (
     StepCostMetrics,
 )
 from sagellm.core.protocols.grammar import StructuredOutputMetrics
+from sagellm.core.protocols.sparsifier import SparsifierMetrics
 from sagellm.engines.engine_core.batching import BatchingMetrics
 from sagellm.engines.engine_core.pass_failures import PassFailures
 from sagellm.engines.engine_core.speculation_metrics import SpeculationMetrics
@@ -44,6 +45,7 @@ _TYPES: dict[str, type[Any]] = {
     "quantizer": QuantizerMetrics,
     "scheduler": SchedulerMetrics,
     "scheduler_pass": PassFailures,
+    "sparsifier": SparsifierMetrics,
     "speculation": SpeculationMetrics,
     "step_cost": StepCostMetrics,
     "work": WorkMetrics,
