@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from sagellm.accel.coded import expand
+from sagellm.accel.native.library import examine
 from sagellm.accel.weights import WeightReader
 from sagellm.core import PluginRegistry, QuantizationConfig, Shard, TensorSpec, UnsupportedModelError
 from sagellm.engines import SamplingParams
@@ -20,9 +22,19 @@ from sagellm.engines.loading.format_and_family import installed_formats
 from sagellm.engines.models.causal_lm import BuildContext
 from sagellm.engines.models.decoder_loading import build_decoder
 from sagellm.engines.testing import make_checkpoint
-from sagellm.engines.testing.quantized import LAYOUTS, quantized_copy
+from sagellm.engines.testing.quantized import (
+    LAYOUTS,
+    ROUNDED_ACTIVATIONS,
+    STATIC_SCALE,
+    Layout,
+    quantized_copy,
+)
 
 PROMPTS = [[5, 17, 300, 41, 8, 99], [7] * 3]
+NATIVE = pytest.param(
+    "native", marks=pytest.mark.skipif(examine().variant is None, reason="no native library")
+)
+BACKENDS = ["torch", NATIVE]
 Copies = Callable[[str], tuple[Path, Path]]
 
 
@@ -54,7 +66,7 @@ def test_weights_are_those_of_the_dequantized_checkpoint(copies, layout):
     assert {path.name for path in model.files} == {"config.json", "model.safetensors"}
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_answers_are_those_of_the_dequantized_checkpoint(copies, make_engine, layout, backend):
     params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=3, ignore_eos=True)
@@ -65,7 +77,10 @@ def test_answers_are_those_of_the_dequantized_checkpoint(copies, make_engine, la
         engine.close()
     for got, expected in zip(*results, strict=True):
         assert got.token_ids == expected.token_ids
-        assert got.logprobs == expected.logprobs
+        if backend == "native" and LAYOUTS[layout].has_order:  # it sums in the order of the groups
+            assert got.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
+        else:
+            assert got.logprobs == expected.logprobs
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -139,3 +154,40 @@ def test_heads_stay_whole_where_a_model_is_divided(copies):
     units = {name.split(".")[-2]: tensor.shard_unit for name, tensor in tensors.items()}
     assert {name for name, unit in units.items() if unit == 32} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert units["up_proj"] == units["down_proj"] == 1
+
+
+def rounded(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return activations as a layout's config says that they are rounded, in float32."""
+    config = layout.config
+    inputs = {"type": "float"}
+    if config["quant_method"] == "compressed-tensors":
+        inputs = config["config_groups"]["group_0"]["input_activations"]
+    largest = 448 if inputs["type"] == "float" else 127
+    grouped = x.unflatten(-1, (-1, layout.block or x.shape[-1]))
+    scale = grouped.abs().amax(-1, keepdim=True) / largest
+    if config.get("activation_scheme") == "static":
+        scale = torch.tensor(STATIC_SCALE)
+    codes = (grouped / scale).clamp(-largest, largest)
+    codes = codes.to(torch.float8_e4m3fn).float() if largest == 448 else codes.round()
+    return (codes * scale).flatten(-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ROUNDED_ACTIVATIONS)
+def test_rounded_activations_give_what_transformers_gives_with_them(copies, make_engine, layout, backend):
+    quantized, dequantized = copies(layout)
+    engine = make_engine(model=str(quantized), forward_backend=backend)
+    params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=0, ignore_eos=True)
+    answers = [output.outputs[0] for output in engine.generate(PROMPTS, params)]
+    engine.close()
+    model = AutoModelForCausalLM.from_pretrained(dequantized, dtype=torch.float32)
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            module.register_forward_pre_hook(lambda _, x: (rounded(x[0], ROUNDED_ACTIVATIONS[layout]),))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        ids = torch.tensor([[*prompt, *answer.token_ids]])
+        with torch.inference_mode():
+            expected = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert expected.argmax(-1).tolist() == list(answer.token_ids)
+        logprob = expected.gather(1, ids[0, len(prompt) :, None]).sum()
+        assert answer.cumulative_logprob == pytest.approx(float(logprob), abs=0.02)

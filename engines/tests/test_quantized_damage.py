@@ -373,6 +373,7 @@ def test_weights_that_no_config_mentions_are_refused_by_the_fallback(quantized):
     settings.pop("quant_method")
     (path / "quantize_config.json").write_text(json.dumps(settings))  # as AutoGPTQ wrote it at first
     read_all(path)
+    assert path / "quantize_config.json" in opened(path).files
 
 
 def test_older_awq_has_settings_of_other_names(quantized):

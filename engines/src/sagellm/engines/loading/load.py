@@ -31,6 +31,7 @@ from sagellm.engines.loading.format_and_family import (
     select_format,
 )
 from sagellm.engines.loading.generation_defaults import GenerationDefaults
+from sagellm.engines.loading.quantized.settings import SETTINGS_FILES
 from sagellm.engines.loading.source import resolve_source, resolve_tokenizer
 from sagellm.engines.loading.tokenizer import check_tokenizer, open_tokenizer
 from sagellm.engines.progress import Advance, progress_bar
@@ -60,10 +61,10 @@ class OpenedModel:
     @property
     def files(self) -> set[Path]:
         """The files with config and weights."""
-        config = self.path / CONFIG
+        settings = [self.path / name for name in (CONFIG, *SETTINGS_FILES)]
         tensors = self.weights.tensors.values()
         weights = {each.path for tensor in tensors for each in (tensor, *tensor.parts.values())}
-        return weights | {config} if config.exists() else weights
+        return weights | {path for path in settings if path.exists()}
 
     @contextmanager
     def reading(self) -> Iterator[WeightSource]:

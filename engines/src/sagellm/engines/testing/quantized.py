@@ -17,6 +17,8 @@ from sagellm.core import ConfigError
 Tensors = dict[str, torch.Tensor]
 Writer = Callable[[torch.Tensor, "Layout"], tuple[Tensors, torch.Tensor]]
 
+STATIC_SCALE = 0.02
+"""Of activations, in the layouts that state one: they are cut off at 9."""
 _SINGLE = "model.safetensors"
 
 
@@ -124,7 +126,7 @@ def _floats(weight: torch.Tensor, layout: Layout) -> tuple[Tensors, torch.Tensor
     if "weight_block_size" in layout.config:
         parts = {"weight": values, "weight_scale_inv": scales}
     if layout.config.get("activation_scheme") == "static":
-        parts["input_scale"] = torch.tensor(0.02)
+        parts["input_scale"] = torch.tensor(STATIC_SCALE)
     return parts, values.float() * spread
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from sagellm.core import WeightSource
 from sagellm.core.protocols.weight_form import CodeType, WeightForm
 from sagellm.engines.config.shown import clipped
-from sagellm.engines.loading.quantized.codes import Array, nibbles_of
+from sagellm.engines.loading.quantized.codes import Array, Bytes, nibbles_of
 from sagellm.engines.loading.quantized.format import QuantizedFormat
 from sagellm.engines.loading.quantized.settings import QuantizationSettings
 from sagellm.engines.loading.quantized.weights import (
@@ -29,6 +29,8 @@ from sagellm.engines.loading.quantized.weights import (
 _OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output of each nibble of a word, the lowest bits first."""
 _IN_WORD = len(_OUTPUTS)
+_LOW_NIBBLES = np.uint32(0x0F0F0F0F)  # of each byte
+_WORDS_AT_ONCE = 16  # columns of words whose codes stay in a core's cache, at usual widths
 _READABLE = "read are 4 bits in the version gemm"
 
 
@@ -75,6 +77,18 @@ def _weight(module: StoredModule, group_size: int) -> AWQWeight:
     return AWQWeight(module=module, shape=(num_outputs, num_inputs), form=form, column_unit=2)
 
 
+def _unpack(words: npt.NDArray[np.uint32], codes: Bytes) -> None:
+    """Write words (in, n) as codes (n, outputs of a word, in ÷ 2)."""
+    even, odd = words[::2], words[1::2]
+    low = (odd & _LOW_NIBBLES) << np.uint32(4)
+    low |= even & _LOW_NIBBLES
+    high = (even >> np.uint32(4)) & _LOW_NIBBLES
+    high |= odd & ~_LOW_NIBBLES
+    for pairs, outputs in ((low, _OUTPUTS[::2]), (high, _OUTPUTS[1::2])):
+        by_output = pairs.view(np.uint8).reshape(*pairs.shape, 4)
+        codes[:, outputs] = by_output.transpose(1, 2, 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AWQWeight(CodedWeight):
     """One weight, whose words hold codes of different outputs."""
@@ -82,18 +96,13 @@ class AWQWeight(CodedWeight):
     def codes(self, rows: slice, columns: slice) -> Array:
         """Return the codes output by output, those of two inputs in a byte."""
         words = slice(rows.start // _IN_WORD, math.ceil(rows.stop / _IN_WORD))
-        stored = np.ascontiguousarray(self.module.get("qweight")[columns, words])
-        # (in, words, bytes of a word), of even and of odd inputs
-        packed = stored.view(np.uint8).reshape(len(stored), -1, 4)
-        even, odd = packed[::2], packed[1::2]
-        codes = np.empty((_IN_WORD, even.shape[1], len(even)), np.uint8)  # (output in word, words, bytes)
-        for byte in range(4):
-            first, second = even[:, :, byte].T, odd[:, :, byte].T
-            codes[_OUTPUTS[2 * byte]] = (first & 15) | (second << 4)
-            codes[_OUTPUTS[2 * byte + 1]] = (first >> 4) | (second & 0xF0)
-        by_output = codes.transpose(1, 0, 2).reshape(-1, len(even))
+        stored = self.module.get("qweight")[columns, words]
+        codes = np.empty((stored.shape[1], _IN_WORD, len(stored) // 2), np.uint8)
+        for begin in range(0, len(codes), _WORDS_AT_ONCE):
+            part = slice(begin, begin + _WORDS_AT_ONCE)
+            _unpack(np.ascontiguousarray(stored[:, part]).view(np.uint32), codes[part])
         begin = rows.start % _IN_WORD
-        return by_output[begin : begin + rows.stop - rows.start]
+        return codes.reshape(-1, len(stored) // 2)[begin : begin + rows.stop - rows.start]
 
     def scales(self, rows: slice, groups: slice) -> Array:
         """Return them output by output."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sagellm.core import WeightSource
 from sagellm.core.protocols.weight_form import CodeType, WeightForm
 from sagellm.engines.config.shown import clipped
-from sagellm.engines.loading.quantized.codes import Array, nibbles_of, signed, taken
+from sagellm.engines.loading.quantized.codes import Array, nibbles_of, signed, taken, transposed
 from sagellm.engines.loading.quantized.format import QuantizedFormat
 from sagellm.engines.loading.quantized.settings import QuantizationSettings
 from sagellm.engines.loading.quantized.weights import (
@@ -129,7 +129,7 @@ class GPTQWeight(CodedWeight):
         words = self.module.get("qweight")
         if order is None:
             words = words[columns.start // at_once : columns.stop // at_once]
-        packed = np.ascontiguousarray(words[:, rows].T).view(np.uint8)
+        packed = transposed(words[:, rows]).view(np.uint8)
         if order is not None:
             packed = taken(packed, bits, order[columns])
         return packed if bits == 4 else signed(packed)
