@@ -129,7 +129,7 @@ def test_the_row_of_a_bad_value_is_that_of_the_whole_matrix(monkeypatch):
             torch.ones(4, 10),
             "10 columns, which do not divide into groups of 4 .2:4.; pad them .* to 12",
         ),
-        (torch.ones(4, 8, dtype=torch.int8), "torch.int8; only floating-point weights are pruned"),
+        (torch.ones(4, 8, dtype=torch.int8), "torch.int8; only floating-point weights of 16 bits or more"),
         (torch.ones(8), r"shape \(8,\); it must have two dimensions"),
         (torch.ones(0, 8), r"shape \(0, 8\); it has no values"),
     ],
@@ -224,6 +224,7 @@ def test_torchs_kernels_take_16_bits_and_whole_tiles(sparse_units, shape, dtype,
     if kernel is not None:
         x, bias = torch.randn(3, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
         assert torch.equal(kernel(x, bias), torch.nn.functional.linear(x, weight, bias))
+        assert kernel(x[:0], bias).shape == (0, shape[0])
 
 
 def test_a_weight_that_was_not_pruned_has_no_kernel(sparse_units):
@@ -266,7 +267,7 @@ def test_a_gpu_multiplies_by_24_as_by_the_dense_weight(dtype):
     weight = pruned(torch.randn(256, 512).to(dtype)).to(GPU)
     linear = SparseLinear(GPU, sparsifier()).adopt(weight)
     context = LinearContext(WideRows(dtype, GPU))
-    for num_tokens in (1, 5, 8, 300):
+    for num_tokens in (0, 1, 5, 8, 300):
         x = torch.randn(num_tokens, 512, device=GPU).to(dtype)
         product = linear.apply(x, context)
         torch.testing.assert_close(product.float(), x.float() @ weight.float().T, rtol=2e-2, atol=0.3)

@@ -130,7 +130,8 @@ class MagnitudeSparsifier(SparsifierProtocol):
         except (RuntimeError, NotImplementedError) as error:
             _warn_once(f"torch has no 2:4 kernel here, so pruned weights are multiplied dense: {error}")
             return None
-        return lambda x, bias: functional.linear(x, packed, bias)
+        num_outputs = len(weight)
+        return lambda x, bias: functional.linear(x, packed, bias) if len(x) else x.new_empty(0, num_outputs)
 
     def metrics(self) -> SparsifierMetrics:
         """Return the counts so far."""

@@ -77,8 +77,10 @@ class SparsifierMetrics:
 def check_dense(weight: torch.Tensor, config: SparsityConfig) -> None:
     """Raise InvalidInputError unless a weight is a matrix of floats that divides into groups of M columns."""
     shape, m = tuple(weight.shape), config.m
-    if not weight.is_floating_point():
-        raise InvalidInputError(f"the weight is of {weight.dtype}; only floating-point weights are pruned")
+    if not weight.is_floating_point() or weight.element_size() < 2:
+        raise InvalidInputError(
+            f"the weight is of {weight.dtype}; only floating-point weights of 16 bits or more are pruned"
+        )
     if len(shape) != 2:
         raise InvalidInputError(f"the weight has shape {shape}; it must have two dimensions, (out, in)")
     if 0 in shape:

@@ -115,10 +115,11 @@ class SparsifierContract:
         assert sparsifier.metrics() == SparsifierMetrics()
 
     def test_only_matrices_of_floats_are_accepted(self, torch: Any) -> None:
-        """Integers, vectors, stacks of matrices and empty matrices raise."""
-        integers = [torch.ones(4, 8, dtype=dtype) for dtype in (torch.int8, torch.int32, torch.bool)]
+        """Integers, numbers of 8 bits, vectors, stacks of matrices and empty matrices raise."""
+        dtypes = (torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn)
+        others = [torch.ones(4, 8).to(dtype) for dtype in dtypes]
         shapes = [(8,), (2, 4, 8), (0, 8), (4, 0)]
-        for weight in [*integers, *(torch.ones(shape) for shape in shapes)]:
+        for weight in [*others, *(torch.ones(shape) for shape in shapes)]:
             with pytest.raises(InvalidInputError):
                 self.make().sparsify(weight)
 
@@ -174,7 +175,7 @@ class SparsifierContract:
         if kernel is None:
             return
         bias = torch.randn(128, dtype=weight.dtype, device=device)
-        for num_tokens in (1, 7, 64):
+        for num_tokens in (0, 1, 7, 64):
             x = torch.randn(num_tokens, weight.shape[1], dtype=weight.dtype, device=device)
             expected = x.float() @ weight.float().T + bias.float()
             product = kernel(x, bias)

@@ -204,7 +204,7 @@ def _summary(answers: Answers, found: Verification) -> str:
     agreed = f"{found.agreement_share:.2%} of {found.num_tokens:,} tokens agree with transformers in {dtype}"
     if found.is_lossy:
         return (
-            f"{agreed}. Weights or KV are rounded to fewer bits here, so that is a figure and not a verdict; "
+            f"{agreed}. Weights or KV are rounded or pruned here, so that is a figure and not a verdict; "
             f"on average a token's log-probability is {found.mean_margin:.2g} below that of the best one"
         )
     if found.verdict == "equal":
