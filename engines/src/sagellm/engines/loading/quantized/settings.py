@@ -13,7 +13,11 @@ from sagellm.engines.loading.checkpoint import CONFIG
 from sagellm.engines.loading.json_file import read_optional_json
 from sagellm.engines.models.quantized_weights import ENTRIES, entry_in_config
 
-SETTINGS_FILES = {"quantize_config.json": "gptq", "quantization_config.json": "gptq", "quant_config.json": "awq"}
+SETTINGS_FILES = {
+    "quantize_config.json": "gptq",
+    "quantization_config.json": "gptq",
+    "quant_config.json": "awq",
+}
 """Where older exporters wrote it → the method, if the file does not name one."""
 
 
