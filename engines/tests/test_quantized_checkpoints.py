@@ -165,7 +165,7 @@ def rounded(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     largest = 448 if inputs["type"] == "float" else 127
     grouped = x.unflatten(-1, (-1, layout.block or x.shape[-1]))
     scale = grouped.abs().amax(-1, keepdim=True) / largest
-    if config.get("activation_scheme") == "static":
+    if layout.has_input_scale:
         scale = torch.tensor(STATIC_SCALE)
     codes = (grouped / scale).clamp(-largest, largest)
     codes = codes.to(torch.float8_e4m3fn).float() if largest == 448 else codes.round()

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from sagellm.accel.weights import WeightReader
 from sagellm.core import CheckpointError, PluginRegistry, SageLLMError, UnsupportedModelError
-from sagellm.engines.loading import installed_families, open_checkpoint
+from sagellm.engines.loading import SafetensorsFormat, installed_families, open_checkpoint
 from sagellm.engines.loading.format_and_family import installed_formats, select_format
+from sagellm.engines.loading.quantized.settings import read_settings
 from sagellm.engines.testing import make_checkpoint
 from sagellm.engines.testing.quantized import quantized_copy
 
@@ -343,11 +345,11 @@ def test_a_linear_of_plain_numbers_among_quantized_ones_is_read_as_it_is(quantiz
     path = quantized("gptq-int4")
     plain = load_file(copy_of("gptq-int4").parent / "original" / SINGLE)[f"{LINEAR}.weight"]
 
-    def replace(parts: dict[str, torch.Tensor]) -> None:
+    def make_plain(parts: dict[str, torch.Tensor]) -> None:
         parts.clear()
         parts["weight"] = plain
 
-    change_parts(path, replace)
+    change_parts(path, make_plain)
     change_config(path, lambda s: s.update(dynamic={f"-:{LINEAR}": {}}))
     model = opened(path)
     assert model.weights.tensors[f"{LINEAR}.weight"].form is None
@@ -424,3 +426,57 @@ def test_random_damage_of_a_header_is_always_an_error_or_harmless(quantized):
             read_all(path)
         except SageLLMError:
             continue
+
+
+def places_in(value: object, *path: str) -> list[tuple[str, ...]]:
+    """Return where the entries of nested objects are."""
+    nested = value.items() if isinstance(value, dict) else ()
+    return [path] * bool(path) + [place for key, each in nested for place in places_in(each, *path, key)]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["compressed-int4", "compressed-fp8-blocks", "compressed-int8-dynamic", "gptq-int4", "awq", "fp8"],
+)
+def test_whatever_a_setting_is_nothing_but_this_packages_errors_comes_out(copy_of, layout):
+    path = copy_of(layout)
+    files = SafetensorsFormat().open(path).weights
+    settings = read_settings(path)
+    assert settings is not None
+    reader = next(each for each in installed_formats(PluginRegistry.load()) if each.accepts(path))
+    extra = [
+        "kv_cache_scheme",
+        "sparsity_config",
+        "transform_config",
+        "dynamic",
+        "extra_config",
+        "block_structure",
+    ]
+    num_refused = 0
+    for place in [*places_in(settings.entries), *((name,) for name in extra)]:
+        for value in (
+            None,
+            -1,
+            0,
+            1 << 70,
+            1e300,
+            True,
+            "x",
+            "re:(",
+            [],
+            [1],
+            [0, 0],
+            {},
+            {"a": 1},
+            {"a": {}},
+        ):
+            entries = json.loads(json.dumps(settings.entries))
+            target = entries
+            for key in place[:-1]:
+                target = target[key]
+            target[place[-1]] = value
+            try:
+                reader.coded_weights(replace(settings, entries=entries), files)
+            except SageLLMError:
+                num_refused += 1
+    assert num_refused > 30

@@ -18,7 +18,7 @@ Tensors = dict[str, torch.Tensor]
 Writer = Callable[[torch.Tensor, "Layout"], tuple[Tensors, torch.Tensor]]
 
 STATIC_SCALE = 0.02
-"""Of activations, in the layouts that state one: they are cut off at 9."""
+"""Of activations, in the layouts that state one."""
 _SINGLE = "model.safetensors"
 
 
@@ -33,6 +33,7 @@ class Layout:
     is_symmetric: bool = True
     has_order: bool = False
     block: int = 0
+    has_input_scale: bool = False
 
 
 def quantized_copy(checkpoint: Path, into: Path, layout: str) -> tuple[Path, Path]:
@@ -106,6 +107,8 @@ def _integers(weight: torch.Tensor, layout: Layout) -> tuple[Tensors, torch.Tens
     codes, scales, zeros, stands_for = _rounded(weight, layout, torch.float32)
     middle = 1 << (layout.bits - 1)
     parts = {"weight": (codes - middle).to(torch.int8), "weight_scale": scales}
+    if layout.has_input_scale:
+        parts["input_scale"] = torch.tensor([STATIC_SCALE])
     if not layout.is_symmetric:
         parts["weight_zero_point"] = (zeros - middle).to(torch.int8)
     return parts, stands_for
@@ -125,7 +128,7 @@ def _floats(weight: torch.Tensor, layout: Layout) -> tuple[Tensors, torch.Tensor
     parts = {"weight": values, "weight_scale": scales}
     if "weight_block_size" in layout.config:
         parts = {"weight": values, "weight_scale_inv": scales}
-    if layout.config.get("activation_scheme") == "static":
+    if layout.has_input_scale:
         parts["input_scale"] = torch.tensor(STATIC_SCALE)
     return parts, values.float() * spread
 
@@ -196,6 +199,7 @@ def _gptq_layout(bits: int, group_size: int, **settings: Any) -> Layout:
 
 _INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 _INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "channel"}
+_STATIC_INT8 = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
 _DYNAMIC_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 _DYNAMIC_FP8 = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 _FP8: dict[str, Any] = {"num_bits": 8, "type": "float"}
@@ -253,12 +257,24 @@ ROUNDED_ACTIVATIONS: dict[str, Layout] = {
         block=32,
     ),
     "fp8-rows": Layout(config={"quant_method": "fp8", "activation_scheme": "dynamic"}, write=_floats),
-    "fp8-static": Layout(config={"quant_method": "fp8", "activation_scheme": "static"}, write=_floats),
+    "fp8-static": Layout(
+        config={"quant_method": "fp8", "activation_scheme": "static"}, write=_floats, has_input_scale=True
+    ),
     "compressed-int8-dynamic": Layout(
         config=_compressed("int-quantized", activations=_DYNAMIC_INT8, **_INT8),
         write=_integers,
         bits=8,
         group_size=0,
+    ),
+    "compressed-int8-static": Layout(
+        config=_compressed("int-quantized", activations=_STATIC_INT8, **_INT8),
+        write=_integers,
+        bits=8,
+        group_size=0,
+        has_input_scale=True,
+    ),
+    "compressed-int4-int8": Layout(
+        config=_compressed("pack-quantized", activations=_DYNAMIC_INT8, **_INT4), write=_packed
     ),
     "compressed-int4-fp8": Layout(
         config=_compressed("pack-quantized", activations=_DYNAMIC_FP8, **_INT4), write=_packed
