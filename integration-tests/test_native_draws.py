@@ -14,10 +14,10 @@ from sagellm.engines import EngineConfig, LLMEngine, SamplingParams
 from sagellm.engines.sampling import draws
 from sagellm.engines.sampling.draws import Details, edits_of, filters_of
 from sagellm.engines.sampling.logprobs import width, with_logprobs
-from sagellm.engines.sampling.penalties import SequencePenalties
 from sagellm.engines.sampling.random import key_of, numbers_of, uniforms
 from sagellm.engines.sampling.rows import SampledToken, SamplingRow
 from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.sampling.sequence_penalties import SequencePenalties
 from sagellm.engines.testing import make_checkpoint
 
 

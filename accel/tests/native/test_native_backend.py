@@ -39,6 +39,7 @@ from sagellm.core import (
     Shard,
     UnsupportedModelError,
 )
+from sagellm.core.protocols.attention import HiddenRows, HiddenStates, HostBatch, InputBatch
 from sagellm.core.protocols.quantizer import IntegerForm, NullQuantizer
 
 CPU = torch.device("cpu")
@@ -101,6 +102,31 @@ def make(
     )  # type: ignore[arg-type]
     backend.initialize_kv_caches([decoders.layout_of(decoder.spec, kv)], [NUM_BLOCKS])
     return backend
+
+
+def on_host(batch: InputBatch, hidden: HiddenRows | None = None) -> HostBatch:
+    values = {name: getattr(batch, name) for name in ("query_lens", "seq_lens")}
+    names = ("input_ids", "position_ids", "slot_mapping", "block_tables", "logits_indices")
+    return HostBatch(**values, **{name: getattr(batch, name).numpy() for name in names}, hidden=hidden)
+
+
+def test_arrays_give_the_logits_and_hidden_states_of_tensors():
+    decoder = make_decoder(VARIETIES["qwen3"])
+    batch = make_batch([Piece(IDS, BLOCKS, 0, 9), Piece(OTHER, OTHER_BLOCKS, 0, 5)])
+    shape, layers, rows = (2, 3, decoder.spec.geometry.hidden_size), (0, 1), [1, 4, 12]
+    tensors = HiddenStates(layers=layers, indices=torch.tensor(rows), values=torch.zeros(shape))
+    arrays = HiddenRows(layers=layers, indices=np.array(rows), values=np.zeros(shape, np.float32))
+    expected = make(decoder).forward(replace(batch, hidden=tensors))
+    # An engine without torch names device and dtype.
+    backend = NativeForwardBackend(
+        decoder.spec, MemoryWeights(decoder.weights, "F32"), device="cpu", dtype="float32"
+    )
+    backend.initialize_kv_caches([decoders.layout_of(decoder.spec, "float32")], [NUM_BLOCKS])
+    logits = backend.forward(on_host(batch, arrays))
+    assert isinstance(logits, np.ndarray)
+    np.testing.assert_array_equal(logits, expected.numpy())
+    np.testing.assert_array_equal(arrays.values, tensors.values.numpy())
+    assert arrays.values.any()
 
 
 def in_pieces(backend: NativeForwardBackend, cuts: list[int]) -> torch.Tensor:
@@ -358,7 +384,7 @@ def test_what_it_cannot_run_is_refused_with_the_reason_before_a_weight_is_read()
         return str(caught.value)
 
     assert "runs on CPUs, not on cuda" in refusal(device=torch.device("cuda:1"))
-    assert "not torch.float16" in refusal(dtype=torch.float16)
+    assert "not float16" in refusal(dtype=torch.float16)
     assert "cannot hold a part of a model" in refusal(shard=Shard(0, 2))
     foreign = type("Foreign", (Int8Quantizer,), {})()
     assert "cannot make the weights of the quantizer Foreign" in refusal(quantizer=foreign)

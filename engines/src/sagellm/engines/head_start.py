@@ -1,7 +1,7 @@
 """How a command loads a model with a short way to the first token.
 
-Importing torch takes longer than all else together and keeps one core busy; another one clears the memory of
-the weights meanwhile. All of this only saves time: what is not done here, loading does.
+Imports and opening the checkpoint keep one core busy; another one clears the memory of the weights meanwhile.
+All of this only saves time: what is not done here, loading does.
 """
 
 from __future__ import annotations

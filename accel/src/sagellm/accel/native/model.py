@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from weakref import finalize
 
-import torch
-
 from sagellm.accel.lowering import lower
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import NativeLibrary
@@ -40,7 +38,7 @@ class NativeModel:
         library: NativeLibrary,
         spec: ModelSpec,
         weights: WeightSource,
-        dtype: torch.dtype,
+        dtype: str,
         quantizer: QuantizerProtocol | None,
     ) -> None:
         decoder = spec.decoder

@@ -8,11 +8,11 @@ from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import NativeLibrary
 from sagellm.accel.native.memory import Bytes, pages_for_weights
+from sagellm.accel.threads import num_threads
 from sagellm.core import (
     CheckpointError,
     QuantizerProtocol,
@@ -36,7 +36,7 @@ class WeightKind(IntEnum):
 
 
 _STORED = {"BF16": 0, "F16": 1, "F32": 2, "F64": 3}
-_KINDS = {torch.bfloat16: WeightKind.BF16, torch.float32: WeightKind.F32}
+_KINDS = {"bfloat16": WeightKind.BF16, "float32": WeightKind.F32}
 _INTEGERS = {8: WeightKind.INT8, 4: WeightKind.INT4}
 _ITEMS: dict[WeightKind, type[np.generic]] = {WeightKind.BF16: np.uint16, WeightKind.F32: np.float32}
 _AS_STORED = {WeightKind.BF16: _STORED["BF16"], WeightKind.F32: _STORED["F32"]}
@@ -44,11 +44,12 @@ _NOT_FINITE, _TOO_LARGE = 1, 2
 _ALIGNMENT = 4096  # each matrix begins on a page of its own
 
 
-def kind_of(dtype: torch.dtype) -> WeightKind:
+def kind_of(dtype: str) -> WeightKind:
     """Return how weights of a dtype are stored. Raises UnsupportedModelError."""
     if dtype not in _KINDS:
-        known = ", ".join(str(each) for each in _KINDS)
-        raise UnsupportedModelError(f"it computes in {known}, not {dtype}; choose another (--dtype)")
+        raise UnsupportedModelError(
+            f"it computes in {', '.join(_KINDS)}, not {dtype}; choose another (--dtype)"
+        )
     return _KINDS[dtype]
 
 
@@ -171,13 +172,13 @@ class WeightPacker:
                 ctypes.byref(linear), part.outputs.start + begin, len(rows), stored, rows.ctypes.data
             )  # fmt: skip
             if form is None:
-                status = self._library.sage_pack(*given, torch.get_num_threads())
+                status = self._library.sage_pack(*given, num_threads())
             else:
                 status = self._library.sage_pack_quantized(
                     *given,
                     form.clip_ratio,
                     ctypes.byref(max_error),
-                    torch.get_num_threads(),
+                    num_threads(),
                     form.searches_scales,
                 )
             self._check(status, part.weight)
@@ -188,7 +189,7 @@ class WeightPacker:
         stored = _STORED[self._weights.tensors[tensor.name].dtype]
         view = np.ascontiguousarray(view)
         status = self._library.sage_convert(
-            stored, view.ctypes.data, view.size, target, address, torch.get_num_threads()
+            stored, view.ctypes.data, view.size, target, address, num_threads()
         )
         self._check(status, tensor)
 

@@ -59,7 +59,14 @@ class ForwardBackendProtocol(ABC):
     """
 
     device_types: ClassVar[Collection[str] | None] = None
-    """The types of torch devices for which `auto` considers it; None: all, none: it has to be named."""
+    """The types of torch devices for which `auto` considers it; None: all."""
+
+    takes_arrays: ClassVar[bool] = False
+    """Whether it computes on the CPU without torch, so that an engine around it need not import it.
+
+    If so, its factory is called with the names of device and dtype (`"cpu"`, `"bfloat16"`) and None as its
+    attention, and `forward` with a HostBatch; it then returns logits as an array of numpy.
+    """
 
     @classmethod  # noqa: B027  (features and device types may say it all)
     def check_model(cls, spec: ModelSpec) -> None:
