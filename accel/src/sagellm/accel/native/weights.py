@@ -241,7 +241,7 @@ class WeightPacker:
 
     def _pack_codes(self, linear: structures.Linear, part: LinearPart, matrix: Matrix) -> None:
         """Pack a part's codes as they are, or the weights that they stand for if the matrix is plain."""
-        threads = torch.get_num_threads()
+        threads = num_threads()
         if matrix.stored is None:
             for begin, weights in self._plain_pieces(part.weight):
                 place = part.outputs.start + begin, len(weights)
