@@ -65,7 +65,8 @@ class ForwardBackendProtocol(ABC):
     """Whether it computes on the CPU without torch, so that an engine around it need not import it.
 
     If so, its factory is called with the names of device and dtype (`"cpu"`, `"bfloat16"`) and None as its
-    attention, and `forward` with a HostBatch; it then returns logits as an array of numpy.
+    attention, and `forward` with a HostBatch; it then returns logits as an array of numpy. It takes an
+    InputBatch too, where tokens are drawn from tensors.
     """
 
     @classmethod  # noqa: B027  (features and device types may say it all)
