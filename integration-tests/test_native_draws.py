@@ -148,7 +148,9 @@ def test_details_count_by_row_alone_in_a_batch_and_cut_among_threads(draw, monke
 def test_rows_may_draw_from_any_row_and_from_other_logits(draw):
     logits, others = torch.randn(4, 700), torch.randn(2, 700)
     details = Details(
-        places=np.array([3, 0, 0], np.int32), replaced=others, replaced_rows=np.array([-1, 1, -1], np.int32)
+        places=np.array([3, 0, 0], np.int32),
+        replaced=others.numpy(),
+        replaced_rows=np.array([-1, 1, -1], np.int32),
     )
     settings = np.tile([0.0, 0.0, 0.0, -1.0, 0.0], (3, 1))
     tokens = draw.choose(logits, settings, details=details)
