@@ -129,6 +129,32 @@ def test_arrays_give_the_logits_and_hidden_states_of_tensors():
     assert arrays.values.any()
 
 
+@pytest.mark.parametrize(("dtype", "stored"), [(torch.bfloat16, "BF16"), (torch.float32, "F32")])
+def test_rows_of_an_embedding_that_are_used_as_stored_are_not_copied(dtype, stored):
+    decoder = make_decoder(VARIETIES["own head"])
+    weights = MemoryWeights(decoder.weights, stored)
+    name = decoder.spec.decoder.embedding.name
+
+    def logits(source):
+        backend = NativeForwardBackend(decoder.spec, source, device=CPU, dtype=dtype)
+        backend.initialize_kv_caches([decoders.layout_of(decoder.spec, "float32")], [NUM_BLOCKS])
+        return backend, backend.forward(make_batch([Piece(IDS, BLOCKS, 0, 20)]))
+
+    backend, mapped = logits(weights)
+    _, kept = backend._model._memory
+    assert any(np.shares_memory(each, weights.values[name]) for each in kept)
+    widened = MemoryWeights(decoder.weights, stored)  # the same values in a type that has to be converted
+    as_float64 = torch.from_numpy(widened.values[name].copy()).view(dtype).double().numpy()
+    widened.values[name] = as_float64
+    widened.tensors[name] = replace(widened.tensors[name], dtype="F64", num_bytes=as_float64.nbytes)
+    converted_backend, converted = logits(widened)
+    assert torch.equal(mapped, converted)
+    assert backend.model_metrics() == converted_backend.model_metrics()
+    weights.values[name].view(f"u{dtype.itemsize}")[5, 3] = 0x7F80 << (8 * dtype.itemsize - 16)
+    with pytest.raises(CheckpointError, match=f"{name}.* NaN or infinite"):
+        logits(weights)
+
+
 def in_pieces(backend: NativeForwardBackend, cuts: list[int]) -> torch.Tensor:
     """Compute IDS in steps that end at these positions; return all logits."""
     parts = [

@@ -37,7 +37,7 @@ def set_num_threads(number: int) -> None:
 
 @cache
 def _usual() -> int:
-    """Return the cores that this process may use, siblings counted once, or fewer as OpenMP's variables say."""
+    """Return the cores that this process may use, siblings counted once, or what OpenMP's variables say."""
     num_cores = _num_cores()
     for name in _VARIABLES:
         first = os.environ.get(name, "").split(",")[0].strip()

@@ -16,6 +16,7 @@ from sagellm.accel.native.weights import (
     WeightPacker,
     aligned,
     bytes_of,
+    is_used_as_stored,
     kind_of,
     matrix_of,
     plain_matrix,
@@ -73,7 +74,7 @@ class NativeModel:
         every = [head, *(matrix for layer in layers_of for matrix in layer.all), *([codes] if codes else [])]
         num_bytes = sum(aligned(bytes_of(self._functions, each)) for each in every)
         has_rows = not linears.is_tied and codes is None
-        if has_rows:
+        if has_rows and not is_used_as_stored(weights, decoder.embedding, self._kind):
             rows, width = decoder.embedding.shape
             num_bytes += aligned(rows * width * (2 if self._kind is WeightKind.BF16 else 4))
         self._packer = packer = WeightPacker(library, weights, num_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -176,7 +177,12 @@ class WeightPacker:
         return linear
 
     def rows(self, tensor: TensorSpec, kind: WeightKind) -> int:
-        """Read an embedding row by row; return its address."""
+        """Return the address of an embedding's rows.
+
+        They stay in the mapped file if they are stored as they are used; others are converted.
+        """
+        if is_used_as_stored(self._weights, tensor, kind):
+            return self._mapped(tensor, kind)
         item = np.dtype(_ITEMS[kind])
         num_rows, width = tensor.shape
         address = self._take(num_rows * width * item.itemsize)
@@ -186,6 +192,16 @@ class WeightPacker:
             del rows  # as in `_pack`
         self.num_parameters += num_rows * width
         return address
+
+    def _mapped(self, tensor: TensorSpec, kind: WeightKind) -> int:
+        checked = np.empty(0, np.uint8)
+        for _, rows in self._weights.pieces(tensor):
+            if checked.nbytes < rows.nbytes:
+                checked = np.empty(rows.nbytes, np.uint8)
+            self._convert(tensor, rows, _AS_STORED[kind], checked.ctypes.data)  # it finds NaN on all threads
+            del rows  # as in `_pack`
+        self.num_parameters += math.prod(tensor.shape)
+        return self._keep(self._weights.get(tensor))
 
     def _plain_pieces(self, tensor: TensorSpec) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
         """Yield pieces of rows as they are stored, or as the float32 that codes stand for."""
@@ -298,6 +314,12 @@ class WeightPacker:
 def bytes_of(functions: ctypes.CDLL, matrix: Matrix) -> int:
     """Return the packed size of a matrix."""
     return int(functions.sage_weight_bytes(ctypes.byref(matrix.described())))
+
+
+def is_used_as_stored(weights: WeightSource, tensor: TensorSpec, kind: WeightKind) -> bool:
+    """Say whether the stored rows of a tensor are what the library reads, so that they need no copy."""
+    stored = weights.tensors[tensor.name]
+    return stored.form is None and stored.dtype == kind.name and weights.get(tensor).flags.c_contiguous
 
 
 def aligned(num_bytes: int) -> int:
