@@ -36,7 +36,9 @@ typedef struct {
 typedef struct {
   SageNorm input_norm, query_norm, key_norm, forward_norm;
   SageLinear qkv[3];  // side by side: one, or as many as there are forms; the others have no outputs
-  SageLinear output, gate_up, down;
+  SageLinear output;
+  SageLinear gate_up, up;  // one gated matrix, or the gate alone and what it multiplies
+  SageLinear down;
   const float *cos, *sin;  // (positions, rotary_dim / 2)
   int64_t rotary_dim;
   int64_t window;  // 0: none
@@ -51,6 +53,7 @@ typedef struct {
   const void* embedding;  // (vocab, hidden) in `embedding_kind`; null: the rows of `embedding_codes`
   int32_t embedding_kind; // SAGE_STORED_BF16 or SAGE_STORED_F32
   SageLinear embedding_codes;  // without outputs: the rows of the head
+  int32_t has_separate_norms, has_separate_stores;  // all rows are normed, or rotated, before any is used: to measure
 } SageModel;
 
 // As sage::KV.

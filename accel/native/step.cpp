@@ -12,6 +12,7 @@
 #include <new>
 
 #include "rows.h"
+#include "vectors.h"
 
 namespace sage {
 namespace {
@@ -95,6 +96,7 @@ struct Activations {
   float* residual;       // (tokens, hidden)
   float* qkv;            // (tile, (heads + 2 kv_heads) * head_dim), and the MLP's hidden state after attention
   float* attended;       // (tile, heads * head_dim)
+  float* normed;         // (tile, hidden), where norms are apart from what follows
   float* rows;           // two for each member, as long as a product's input
   unsigned char* input;  // of the product that comes next
   unsigned char* attention;
@@ -249,14 +251,24 @@ class Walk {
 
   Input normed_input(const SageLinear& linear, const SageNorm& norm, const float* x, int64_t rows) {
     const Input input = input_of(linear, rows);
+    const bool is_separate = table_.has_separate_norms != 0;
+    const int64_t stride = row_stride(linear.k);
     team_.share(rows, 1, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) {
-        rms_norm(x + row * row_stride(linear.k), norm.weight, norm.eps, linear.k, row_);
-        set_input(linear, input, row, row_);
+        float* normed = is_separate ? at_.normed + row * stride : row_;
+        rms_norm(x + row * stride, norm.weight, norm.eps, linear.k, normed);
+        if (!is_separate) set_input(linear, input, row, normed);
       }
     });
+    if (is_separate) set_inputs(linear, input, at_.normed, stride);
     end_of(SAGE_NORM);
     return input;
+  }
+
+  void set_inputs(const SageLinear& linear, const Input& input, const float* x, int64_t stride) {
+    team_.share(input.rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++) set_input(linear, input, row, x + row * stride);
+    });
   }
 
   void multiply_normed(const SageLinear& linear, const SageNorm& norm, const float* x, int64_t rows, float* out,
@@ -266,7 +278,24 @@ class Walk {
     end_of(phase);
   }
 
+  // silu(gate) * up, which are two products.
+  void feed_apart(const SageLayer& layer, int64_t rows, float* residual) {
+    const int64_t width = layer.down.k, stride = row_stride(width);
+    float* up = at_.qkv + rows * stride;
+    multiply_normed(layer.gate_up, layer.forward_norm, residual, rows, at_.qkv, stride, SAGE_GATE_UP);
+    multiply_normed(layer.up, layer.forward_norm, residual, rows, up, stride, SAGE_GATE_UP);
+    team_.share(rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++) {
+        float* gate = at_.qkv + row * stride;
+        for (int64_t i = 0; i < width; i += kLanes)
+          store(gate + i, mul(silu(load(gate + i, width - i)), load(up + row * stride + i, width - i)));
+      }
+    });
+    add_product(layer.down, at_.qkv, stride, rows, residual, SAGE_DOWN);
+  }
+
   void feed_forward(const SageLayer& layer, int64_t rows, float* residual) {
+    if (layer.up.n > 0) return feed_apart(layer, rows, residual);
     const Weight gate_up = as_weight(layer.gate_up);
     const bool is_changed = layer.down.order != nullptr || layer.down.input_code != 0;
     if (is_changed || !can_feed(gate_up, static_cast<WeightKind>(layer.down.kind))) {
@@ -285,9 +314,7 @@ class Walk {
   // Adds the product of `x`, `stride` floats from row to row, to the residual.
   void add_product(const SageLinear& linear, const float* x, int64_t stride, int64_t rows, float* residual, int phase) {
     const Input input = input_of(linear, rows);
-    team_.share(rows, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row++) set_input(linear, input, row, x + row * stride);
-    });
+    set_inputs(linear, input, x, stride);
     multiply(team_, as_weight(linear), input, Into::add, residual, row_stride(linear.n));
     end_of(phase);
   }
@@ -296,22 +323,36 @@ class Walk {
   // query heads that share it.
   void rotate_and_store(const SageLayer& layer, int64_t index, const Tile& tile) {
     const int64_t num_kv_heads = table_.num_kv_heads;
-    team_.share(tile.rows() * num_kv_heads, num_kv_heads, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++)
-        rotate_and_store_head(layer, index, tile.begin + i / num_kv_heads, i / num_kv_heads, i % num_kv_heads);
+    const bool is_separate = table_.has_separate_stores != 0;
+    const auto each_head = [&](const auto& body) {
+      team_.share(tile.rows() * num_kv_heads, num_kv_heads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) body(i / num_kv_heads, i % num_kv_heads);
+      });
+    };
+    each_head([&](int64_t row, int64_t kv_head) {
+      rotate_heads(layer, tile.begin + row, row, kv_head);
+      if (!is_separate) store_head(index, tile.begin + row, row, kv_head);
     });
+    if (is_separate) each_head([&](int64_t row, int64_t kv_head) { store_head(index, tile.begin + row, row, kv_head); });
     end_of(SAGE_ROPE);
   }
 
-  void rotate_and_store_head(const SageLayer& layer, int64_t index, int64_t token, int64_t row, int64_t kv_head) {
-    const int64_t dim = table_.head_dim, num_heads = table_.num_heads, num_kv_heads = table_.num_kv_heads;
-    const int64_t group = num_heads / num_kv_heads;
+  float* key_at(int64_t row, int64_t kv_head) const {
+    return at_.qkv + row * qkv_stride() + (table_.num_heads + kv_head) * table_.head_dim;
+  }
+
+  void rotate_heads(const SageLayer& layer, int64_t token, int64_t row, int64_t kv_head) {
+    const int64_t dim = table_.head_dim, group = table_.num_heads / table_.num_kv_heads;
     float* heads = at_.qkv + row * qkv_stride();
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
       turn(layer, layer.query_norm, step_.positions[token], heads + head * dim);
-    float* key = heads + (num_heads + kv_head) * dim;
-    turn(layer, layer.key_norm, step_.positions[token], key);
-    store_kv(model_.kv_, index, kv_head, dim, step_.slots[token], key, key + num_kv_heads * dim);
+    turn(layer, layer.key_norm, step_.positions[token], key_at(row, kv_head));
+  }
+
+  void store_head(int64_t index, int64_t token, int64_t row, int64_t kv_head) {
+    const float* key = key_at(row, kv_head);
+    store_kv(model_.kv_, index, kv_head, table_.head_dim, step_.slots[token], key,
+             key + table_.num_kv_heads * table_.head_dim);
   }
 
   int64_t qkv_stride() const { return row_stride((table_.num_heads + 2 * table_.num_kv_heads) * table_.head_dim); }
@@ -418,6 +459,7 @@ static Activations place(Layout& layout, const Needs& needs, const SageModel& ta
   at.residual = layout.floats(step.num_tokens * row_stride(table.hidden));
   at.qkv = layout.floats(std::max(tile_rows * needs.qkv_floats, needs.qkv_bytes / 4 + 16));
   at.attended = layout.floats(tile_rows * table.num_heads * table.head_dim);
+  at.normed = table.has_separate_norms != 0 ? layout.floats(tile_rows * row_stride(table.hidden)) : nullptr;
   at.rows = layout.floats(2 * step.num_threads * row_floats);
   at.input = layout.bytes(needs.input_bytes);
   at.attention = layout.bytes(needs.attention_bytes);
@@ -430,10 +472,12 @@ void Model::step(const SageStep& step) {
   Needs needs;
   for (const SageLayer& layer : layers_) {
     const int64_t qkv_outputs = (table_.num_heads + 2 * table_.num_kv_heads) * table_.head_dim;
-    needs.qkv_floats = std::max({needs.qkv_floats, row_stride(qkv_outputs), row_stride(layer.gate_up.n / 2)});
+    const int64_t gate_floats = layer.up.n > 0 ? 2 * row_stride(layer.down.k) : row_stride(layer.gate_up.n / 2);
+    needs.qkv_floats = std::max({needs.qkv_floats, row_stride(qkv_outputs), gate_floats});
     const int64_t hidden = input_bytes(static_cast<WeightKind>(layer.down.kind), tile_rows, layer.down.k, layer.down.group);
     needs.qkv_bytes = std::max<int64_t>(needs.qkv_bytes, hidden);
-    for (const SageLinear* linear : {&layer.qkv[0], &layer.qkv[1], &layer.qkv[2], &layer.output, &layer.gate_up, &layer.down})
+    for (const SageLinear* linear : {&layer.qkv[0], &layer.qkv[1], &layer.qkv[2], &layer.output, &layer.gate_up,
+                                     &layer.up, &layer.down})
       if (linear->n > 0) need_input(needs, *linear, tile_rows);
     const AttentionShape shape = {table_.num_heads, table_.num_kv_heads, table_.head_dim, layer.scale,
                                   layer.window, layer.soft_cap};

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from weakref import finalize
 
+from sagellm.accel.fusion import NORM_LINEAR, ROPE_STORE
 from sagellm.accel.lowering import lower
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import NativeLibrary
@@ -36,17 +39,17 @@ from sagellm.core.protocols.model_spec import FusedLinear, LayerLinears, LinearP
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMatrices:
-    """The matrices of a layer; query, key and value are one, or several in different forms."""
+    """The matrices of a layer; query, key and value are one or several, and so are gate and up."""
 
     qkv: tuple[Matrix, ...]
     output: Matrix
-    gate_up: Matrix
+    gate_up: tuple[Matrix, ...]
     down: Matrix
 
     @property
     def all(self) -> tuple[Matrix, ...]:
-        """All of them in this order."""
-        return (*self.qkv, self.output, self.gate_up, self.down)
+        """All of them."""
+        return (*self.qkv, self.output, *self.gate_up, self.down)
 
 
 class NativeModel:
@@ -59,6 +62,7 @@ class NativeModel:
         weights: WeightSource,
         dtype: str,
         quantizer: QuantizerProtocol | None,
+        fusions: Collection[str],
     ) -> None:
         decoder = spec.decoder
         assert decoder is not None, "the features lack classes of transformers"
@@ -66,7 +70,7 @@ class NativeModel:
         self._kind, self._quantizer = kind_of(dtype), quantizer
         self._num_positions = spec.geometry.max_model_len
         self._weights = weights
-        linears = lower(spec, weights)
+        linears = lower(spec, weights, fusions)
         layers_of = [self._matrices(layer) for layer in linears.layers]
         # int8 with any quantizer, as the head is the largest matrix of a small model.
         head = self._head(linears.head, is_tied=linears.is_tied).with_bits(8)
@@ -93,6 +97,8 @@ class NativeModel:
             embedding=packer.rows(decoder.embedding, self._kind) if has_rows else None,
             embedding_kind=0 if self._kind is WeightKind.BF16 else 2,
             norm=self._norm(decoder.norm),
+            has_separate_norms=NORM_LINEAR not in fusions,
+            has_separate_stores=ROPE_STORE not in fusions,
         )
         if codes is not None:
             table.embedding_codes = packer.linear(codes, None)
@@ -114,15 +120,13 @@ class NativeModel:
     def _matrices(self, layer: LayerLinears) -> LayerMatrices:
         ((gate_up, down),) = layer.feed_forward  # the features lack experts
         return LayerMatrices(
-            qkv=tuple(self._matrix(run) for run in layer.qkv.runs),
+            qkv=tuple(map(self._matrix, layer.qkv)),
             output=self._matrix(layer.output),
-            gate_up=self._matrix(gate_up, is_gated=True),
+            gate_up=tuple(self._matrix(each, is_gated=len(gate_up) == 1) for each in gate_up),
             down=self._matrix(down),
         )
 
     def _matrix(self, linear: FusedLinear, *, is_gated: bool = False) -> Matrix:
-        if len(linear.runs) > 1:  # a gate and what it multiplies are one matrix
-            return plain_matrix(linear, self._kind, is_gated=is_gated)
         return matrix_of(linear, self._kind, self._quantizer, self._weights, is_gated=is_gated)
 
     def _head(self, linear: FusedLinear, *, is_tied: bool) -> Matrix:
@@ -139,17 +143,19 @@ class NativeModel:
         return self._matrix(FusedLinear((part,)))
 
     def _layer(self, layer: LayerSpec, matrices: LayerMatrices) -> structures.Layer:
-        *qkv, output, gate_up, down = (self._packer.linear(each, self._quantizer) for each in matrices.all)
+        pack = partial(self._packer.linear, quantizer=self._quantizer)
+        gate_up, *up = map(pack, matrices.gate_up)
         cos, sin = self._rope(layer.rope).addresses
         return structures.Layer(
             input_norm=self._norm(layer.input_norm),
             query_norm=self._norm(layer.query_norm),
             key_norm=self._norm(layer.key_norm),
             forward_norm=self._norm(layer.feed_forward_norm),
-            qkv=(structures.Linear * 3)(*qkv),
-            output=output,
+            qkv=(structures.Linear * 3)(*map(pack, matrices.qkv)),
+            output=pack(matrices.output),
             gate_up=gate_up,
-            down=down,
+            up=up[0] if up else structures.Linear(),
+            down=pack(matrices.down),
             cos=cos,
             sin=sin,
             rotary_dim=layer.rope.rotary_dim,

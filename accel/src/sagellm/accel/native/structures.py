@@ -35,7 +35,7 @@ class Layer(ctypes.Structure):
     _fields_ = [
         *((name, Norm) for name in ("input_norm", "query_norm", "key_norm", "forward_norm")),
         ("qkv", Linear * 3),
-        *((name, Linear) for name in ("output", "gate_up", "down")),
+        *((name, Linear) for name in ("output", "gate_up", "up", "down")),
         *((name, _POINTER) for name in ("cos", "sin")),
         *((name, _INT64) for name in ("rotary_dim", "window")),
         *((name, _FLOAT) for name in ("scale", "soft_cap")),
@@ -56,6 +56,7 @@ class Model(ctypes.Structure):
         ("embedding", _POINTER),
         ("embedding_kind", _INT32),
         ("embedding_codes", Linear),
+        *((name, _INT32) for name in ("has_separate_norms", "has_separate_stores")),
     ]
 
 
