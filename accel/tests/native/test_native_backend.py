@@ -142,8 +142,8 @@ def test_rows_of_an_embedding_that_are_used_as_stored_are_not_copied(dtype, stor
         return backend, backend.forward(make_batch([Piece(IDS, BLOCKS, 0, 20)]))
 
     backend, mapped = logits(weights)
-    _, kept = backend._model._memory
-    assert any(np.shares_memory(each, weights.values[name]) for each in kept)
+    _, mapped_rows = backend._model._memory
+    assert any(np.shares_memory(each, weights.values[name]) for each in mapped_rows)
     widened = MemoryWeights(decoder.weights, stored)  # the same values in a type that has to be converted
     as_float64 = torch.from_numpy(widened.values[name].copy()).view(dtype).double().numpy()
     widened.values[name] = as_float64

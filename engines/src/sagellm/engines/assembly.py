@@ -140,6 +140,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
             attention=attention.make,
             quantizer=quantizer,
             shard=WHOLE,
+            **_packed_cache(config),
         )
     backend = chosen.backend
     num_blocks = config.kv.num_blocks or _fitting_blocks(config, layout, geometry, max_model_len)
@@ -246,6 +247,12 @@ def _layout(spec: ModelSpec, dtype_name: str, block_size: int) -> KVLayout:
         )
     scale_bytes = 4 * block_size if dtype_name in SCALED else 0  # a float32 per token
     return KVLayout(group=replace(groups[0], scale_bytes_per_head=scale_bytes), block_size=block_size)
+
+
+def _packed_cache(config: EngineConfig) -> dict[str, str]:
+    """Return the argument of a forward backend for a folder of packed weights, if there is to be one."""
+    folder = config.model.packed_cache
+    return {} if folder is None else {"packed_cache": folder}
 
 
 def _extra_features(config: EngineConfig, dtype_name: str, kv_dtype: str) -> set[str]:

@@ -64,6 +64,8 @@ def _packed_bytes(config: EngineConfig) -> int:
     )
     if config.engine.name.name != "llm" or config.model.quantization is not None:
         return 0
+    if config.model.packed_cache is not None:  # weights are mapped, but for the first time
+        return 0
     if not is_native or not is_on_cpu:
         return 0
     from sagellm.accel.native.library import examine

@@ -58,8 +58,9 @@ class NativeForwardBackend(ForwardBackendProtocol):
 
     `variant` names a variant of the library (amx, avx512, avx2) instead of the fastest; with `times_phases`
     metrics say where time goes. `ahead_fraction` is the share of the KV pool, from 0 to 1, that idle time may
-    allocate ahead of its use. `fusions` names the operations that are computed as one
-    (`accel.fusion`); no result depends on it.
+    allocate ahead of its use. `packed_cache` is a folder where weights are kept as they are packed, and
+    mapped from then on. `fusions` names the operations that are computed as one (`accel.fusion`); no result
+    depends on it.
     """
 
     device_types = frozenset({"cpu"})
@@ -98,6 +99,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
         attention: AttentionBackendProtocol | None = None,
         quantizer: QuantizerProtocol | None = None,
         shard: Shard = WHOLE,
+        packed_cache: str | None = None,
         variant: str | None = None,
         times_phases: bool = False,
         ahead_fraction: float = 1 / 16,
@@ -121,7 +123,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
         _check_geometry(spec)
         library = best_or_named(variant)
         self._functions = library.functions
-        self._model = NativeModel(library, spec, weights, dtype, quantizer, fusions)
+        self._model = NativeModel(library, spec, weights, dtype, quantizer, fusions, packed_cache)
         self._vocab_size = spec.geometry.vocab_size
         self._kv: Bytes | None = None  # (blocks, bytes per block)
         self._ahead_fraction = ahead_fraction

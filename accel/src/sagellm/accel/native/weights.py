@@ -14,7 +14,8 @@ import numpy.typing as npt
 from sagellm.accel.coded import expand
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import NativeLibrary
-from sagellm.accel.native.memory import Bytes, pages_for_weights
+from sagellm.accel.native.memory import pages_for_weights
+from sagellm.accel.native.packed_cache import PackedWeights
 from sagellm.accel.threads import num_threads
 from sagellm.core import (
     CheckpointError,
@@ -142,20 +143,30 @@ class WeightPacker:
     """Reads each tensor once, straight from the mapped file to its packed form, on all of torch's threads.
 
     All matrices lie in one mapping of `num_bytes`. Only a few MiB of the files are in memory at a time. All
-    values must be finite: one NaN makes all output meaningless.
+    values must be finite: one NaN makes all output meaningless. With `packed`, which an earlier packer of the
+    same model has made, nothing is read or packed again.
     """
 
-    def __init__(self, library: NativeLibrary, weights: WeightSource, num_bytes: int) -> None:
-        self._library, self._weights = library.functions, weights
-        self._memory, self._num_used = pages_for_weights(num_bytes), 0
-        self._kept: list[npt.NDArray[np.generic]] = []
+    def __init__(
+        self,
+        library: NativeLibrary,
+        weights: WeightSource,
+        num_bytes: int,
+        packed: PackedWeights | None = None,
+    ) -> None:
+        self._library, self._weights, self._given = library.functions, weights, packed
+        self._memory = pages_for_weights(num_bytes) if packed is None else packed.memory
+        self._num_used = 0
+        self._kept: list[npt.NDArray[np.generic]] = []  # vectors
+        self._mapped: list[npt.NDArray[np.generic]] = []  # rows that stay in their file
+        self._errors: list[float] = []
         self.num_parameters = 0
         self.num_bytes = 0
 
     @property
-    def memory(self) -> tuple[Bytes, list[npt.NDArray[np.generic]]]:
-        """What has to live as long as the packed weights are used."""
-        return self._memory, self._kept
+    def memory(self) -> tuple[PackedWeights, list[npt.NDArray[np.generic]]]:
+        """What has to live as long as the weights are used: the packed ones, and rows that stay in a file."""
+        return PackedWeights(self._memory, self._kept, self._errors), self._mapped
 
     def linear(self, matrix: Matrix, quantizer: QuantizerProtocol | None) -> structures.Linear:
         """Pack one matrix and its biases. Raises CheckpointError for values that cannot be used."""
@@ -171,6 +182,7 @@ class WeightPacker:
                 self._pack_codes(linear, part, matrix)
                 continue
             max_error = self._pack(linear, part, matrix.form)
+            self._errors.append(max_error)
             if matrix.form is not None and quantizer is not None:
                 quantizer.count(part.stored.num_bytes, _packed_bytes(part, matrix.form), max_error)
         self.num_parameters += num_outputs * num_inputs
@@ -182,26 +194,29 @@ class WeightPacker:
         They stay in the mapped file if they are stored as they are used; others are converted.
         """
         if is_used_as_stored(self._weights, tensor, kind):
-            return self._mapped(tensor, kind)
+            return self._map(tensor, kind)
         item = np.dtype(_ITEMS[kind])
         num_rows, width = tensor.shape
         address = self._take(num_rows * width * item.itemsize)
-        for begin, rows in self._plain_pieces(tensor):
+        for begin, rows in () if self._given is not None else self._plain_pieces(tensor):
             target = address + begin * width * item.itemsize
             self._convert(tensor, rows, _AS_STORED[kind], target)
             del rows  # as in `_pack`
         self.num_parameters += num_rows * width
         return address
 
-    def _mapped(self, tensor: TensorSpec, kind: WeightKind) -> int:
+    def _map(self, tensor: TensorSpec, kind: WeightKind) -> int:
         checked = np.empty(0, np.uint8)
-        for _, rows in self._weights.pieces(tensor):
+        for _, rows in () if self._given is not None else self._weights.pieces(tensor):
             if checked.nbytes < rows.nbytes:
                 checked = np.empty(rows.nbytes, np.uint8)
             self._convert(tensor, rows, _AS_STORED[kind], checked.ctypes.data)  # it finds NaN on all threads
             del rows  # as in `_pack`
         self.num_parameters += math.prod(tensor.shape)
-        return self._keep(self._weights.get(tensor))
+        rows = self._weights.get(tensor)
+        self._mapped.append(rows)
+        self.num_bytes += rows.nbytes
+        return int(rows.ctypes.data)
 
     def _plain_pieces(self, tensor: TensorSpec) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
         """Yield pieces of rows as they are stored, or as the float32 that codes stand for."""
@@ -235,6 +250,8 @@ class WeightPacker:
 
     def _pack(self, linear: structures.Linear, part: LinearPart, form: IntegerForm | None) -> float:
         """Pack a part's rows, and return the largest error in steps if they become integers."""
+        if self._given is not None:
+            return self._given.errors[len(self._errors)]
         max_error, stored = ctypes.c_float(), _STORED[part.stored.dtype]
         for begin, view in self._weights.pieces(part.weight, self._library.sage_pack_granularity()):
             rows = np.ascontiguousarray(view)
@@ -257,6 +274,8 @@ class WeightPacker:
 
     def _pack_codes(self, linear: structures.Linear, part: LinearPart, matrix: Matrix) -> None:
         """Pack a part's codes as they are, or the weights that they stand for if the matrix is plain."""
+        if self._given is not None:
+            return
         threads = num_threads()
         if matrix.stored is None:
             for begin, weights in self._plain_pieces(part.weight):
@@ -281,6 +300,8 @@ class WeightPacker:
             del rows, arrays, whole
 
     def _convert(self, tensor: TensorSpec, view: npt.NDArray[np.generic], target: int, address: int) -> None:
+        if self._given is not None:
+            return
         held = self._weights.tensors[tensor.name]
         stored = _STORED["F32" if held.form is not None else held.dtype]
         view = np.ascontiguousarray(view)
@@ -306,6 +327,8 @@ class WeightPacker:
         return int(self._memory.ctypes.data) + begin
 
     def _keep(self, values: npt.NDArray[np.generic]) -> int:
+        if self._given is not None:
+            values = self._given.vectors[len(self._kept)]
         self._kept.append(values)
         self.num_bytes += values.nbytes
         return int(values.ctypes.data)

@@ -35,7 +35,8 @@ KINDS = {
     "eviction_policy": Kind("factory(lifetime_predictor=...)"),
     "executor": Kind("factory(worker)"),
     "forward_backend": Kind(
-        "factory(spec, weights, device=..., dtype=..., attention=..., quantizer=..., shard=...)"
+        "factory(spec, weights, device=..., dtype=..., attention=..., quantizer=..., shard=..., "
+        "packed_cache=...)"
     ),
     "grammar": Kind("factory(vocabulary)"),
     "kv_allocator": Kind("factory(total_blocks)"),

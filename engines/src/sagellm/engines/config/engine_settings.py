@@ -24,6 +24,8 @@ class EngineSettings(TypedDict, total=False):
     """where the model runs: auto, cpu, cuda or cuda:N"""
     quantization: str | Mapping[str, Any] | ProviderSpec | None
     """quantizer that the weights go through at loading"""
+    packed_cache: str | None
+    """folder that keeps packed weights, so that later loads only map them; null: none"""
     max_model_len: int | None
     """longest prompt and output together, in tokens; null: the model's own"""
     seed: int | None

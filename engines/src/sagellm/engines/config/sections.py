@@ -162,6 +162,10 @@ class ModelConfig(Checked):
     quantization: OneProvider | None = provider(
         "quantizer", None, "quantizer that the weights go through at loading"
     )
+    packed_cache: PathOrName | None = Field(
+        default=None,
+        description="folder that keeps packed weights, so that later loads only map them; null: none",
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=2,  # a token of the prompt and one of the output

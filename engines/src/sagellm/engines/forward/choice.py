@@ -92,6 +92,8 @@ def make_backend(
             refused[name] = str(error)
             logger.warning("the forward backend %s is not used: %s", name, refused[name])
             continue
+        if "packed_cache" in given:
+            _tell_of_unused_cache(modules.registry, name)
         return ChosenBackend(backend=backend, name=name.removeprefix("sagellm-engines:"), refusals=refused)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     if wanted == AUTO:
@@ -103,6 +105,11 @@ def make_backend(
     raise UnsupportedModelError(
         f"forward.backend is {wanted!r}, which cannot run the model ({reasons}); {advice}"
     )
+
+
+def _tell_of_unused_cache(registry: PluginRegistry, name: str) -> None:
+    if not registry.choose("forward_backend", name).takes("packed_cache"):
+        logger.warning("the forward backend %s keeps no packed weights: model.packed_cache is unused", name)
 
 
 def _as_taken(factory: object, given: Mapping[str, Any]) -> dict[str, Any]:
