@@ -682,7 +682,7 @@ def another_row_s_seed() -> None:
     "::test_penalties_of_a_token_after_a_draft_see_the_draft[kernel]",
 )
 def penalties_without_drafts() -> None:
-    from sagellm.engines.sampling.penalties import SequencePenalties
+    from sagellm.engines.sampling.sequence_penalties import SequencePenalties
 
     @change(SequencePenalties, "after_each")
     def after_each(original: Any, penalties: Any, output: Any, drafts: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from sagellm.core import LogitsRequest, pack
 from sagellm.engines import EngineConfig, LLMEngine
-from sagellm.engines.sampling import draws, filters
+from sagellm.engines.sampling import draws, mass_cut
 from sagellm.engines.sampling.draws import IN_PROMPT, edits_of
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.processors import LogitBias
@@ -33,7 +33,7 @@ def drawn(logits, params, seed, first=0):
 
     numbers = uniforms([seed] * len(logits), list(range(first, first + len(logits))))
     settings = [
-        [each.temperature, each.min_p, each.top_k, filters.dropped_share(each.top_p), number]
+        [each.temperature, each.min_p, each.top_k, mass_cut.dropped_share(each.top_p), number]
         for each, number in zip(params, numbers, strict=True)
     ]
     return draw_tokens(logits.to(DEVICE), torch.tensor(settings, dtype=torch.float64, device=DEVICE)).tolist()

@@ -14,10 +14,10 @@ from sagellm.engines import EngineConfig, LLMEngine, SamplingParams
 from sagellm.engines.sampling import draws
 from sagellm.engines.sampling.draws import Details, edits_of, filters_of
 from sagellm.engines.sampling.logprobs import width, with_logprobs
-from sagellm.engines.sampling.penalties import SequencePenalties
 from sagellm.engines.sampling.random import key_of, numbers_of, uniforms
 from sagellm.engines.sampling.rows import SampledToken, SamplingRow
 from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.sampling.sequence_penalties import SequencePenalties
 from sagellm.engines.testing import make_checkpoint
 
 
@@ -148,7 +148,9 @@ def test_details_count_by_row_alone_in_a_batch_and_cut_among_threads(draw, monke
 def test_rows_may_draw_from_any_row_and_from_other_logits(draw):
     logits, others = torch.randn(4, 700), torch.randn(2, 700)
     details = Details(
-        places=np.array([3, 0, 0], np.int32), replaced=others, replaced_rows=np.array([-1, 1, -1], np.int32)
+        places=np.array([3, 0, 0], np.int32),
+        replaced=others.numpy(),
+        replaced_rows=np.array([-1, 1, -1], np.int32),
     )
     settings = np.tile([0.0, 0.0, 0.0, -1.0, 0.0], (3, 1))
     tokens = draw.choose(logits, settings, details=details)

@@ -347,6 +347,15 @@ def test_a_provider_of_other_types_is_refused(install: Install, entry: str) -> N
     assert registry.providers()
 
 
+def test_a_provider_that_is_neither_automatic_nor_not_is_refused(install: Install) -> None:
+    entry = "'eviction_policy', 'a', 'm:n', '', 'no'"
+    source = f"{HOOK}def sagellm_providers():\n    return [Provider({entry})]\n"
+    install("acme-mru", f"from sagellm.core import Provider\n{source}")
+    error = error_of(PluginRegistry.load(), "acme-mru")
+    assert isinstance(error, PluginHookError)
+    assert "is_automatic of a Provider must be True or False, got str" in str(error)
+
+
 def test_a_target_that_exits_is_named(install: Install) -> None:
     module = install("acme-mru", good(target="acme_exit:MRU"), version="0.9")
     Path(sys.path[0], "acme_exit.py").write_text("raise SystemExit(4)")

@@ -295,7 +295,7 @@ def test_known_tokens_are_scored_as_sampled_ones_are(monkeypatch):
     logits = random_logits(40, 1000)
     params = SamplingParams(logprobs=3)
     sampled = Sampler().sample(logits, [row(params, seed=index) for index in range(40)])
-    monkeypatch.setattr("sagellm.engines.sampling.sampler._CHUNK_ELEMENTS", 3000)
+    monkeypatch.setattr("sagellm.engines.sampling.torch_sampler._CHUNK_ELEMENTS", 3000)
     scores = Sampler().score(logits, [token.token_id for token in sampled], 3)
     for token, score in zip(sampled, scores, strict=True):
         assert (token.logprob, *(value for _, value in token.top_logprobs)) == score.values
@@ -341,7 +341,7 @@ def test_a_large_batch_is_sampled_in_parts_as_if_in_one(monkeypatch):
     logits = random_logits(20, 1000)
     rows = [row(SamplingParams(logprobs=1), seed=index) for index in range(20)]
     whole = Sampler().sample(logits, rows)
-    monkeypatch.setattr("sagellm.engines.sampling.sampler._CHUNK_ELEMENTS", 3000)
+    monkeypatch.setattr("sagellm.engines.sampling.torch_sampler._CHUNK_ELEMENTS", 3000)
     assert Sampler().sample(logits, rows) == whole
 
 

@@ -8,7 +8,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from sagellm.core import pack
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.engines.sampling.penalties import SequencePenalties, apply_penalties
+from sagellm.engines.sampling.penalties import apply_penalties
+from sagellm.engines.sampling.sequence_penalties import SequencePenalties
 
 VOCAB = 40
 TOKENS = st.lists(st.integers(0, VOCAB + 3), max_size=30)

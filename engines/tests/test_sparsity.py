@@ -170,3 +170,8 @@ def test_a_wrong_setting_says_what_is_right(checkpoint, given, error, message):
 
 def test_what_sparsity_null_gives_is_dense(checkpoint):
     assert answer(checkpoint, sparsity="null")[:2] == answer(checkpoint)[:2]
+
+
+def test_packed_weights_are_not_kept_of_a_pruned_model(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.packed_cache .* model\.sparsity changes them"):
+        LLMEngine(model="embedded", sparsity="2:4", packed_cache=str(tmp_path))

@@ -205,7 +205,7 @@ def _attend(x: Doubles, layer: LayerSpec, weights: Mapping[str, Doubles]) -> Dou
 
 def _rotate(x: Doubles, rope: RopeSpec) -> Doubles:
     frequencies = rope_frequencies(rope)
-    angles = np.arange(len(x))[:, None] * frequencies.inv_freq.double().numpy()
+    angles = np.arange(len(x))[:, None] * frequencies.inv_freq.astype(np.float64)
     cos, sin = (each[:, None] * frequencies.attention_factor for each in (np.cos(angles), np.sin(angles)))
     half = rope.rotary_dim // 2
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

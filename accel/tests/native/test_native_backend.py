@@ -40,6 +40,7 @@ from sagellm.core import (
     Shard,
     UnsupportedModelError,
 )
+from sagellm.core.protocols.attention import HiddenRows, HiddenStates, HostBatch, InputBatch
 from sagellm.core.protocols.quantizer import IntegerForm, NullQuantizer
 
 CPU = torch.device("cpu")
@@ -102,6 +103,57 @@ def make(
     )  # type: ignore[arg-type]
     backend.initialize_kv_caches([decoders.layout_of(decoder.spec, kv)], [NUM_BLOCKS])
     return backend
+
+
+def on_host(batch: InputBatch, hidden: HiddenRows | None = None) -> HostBatch:
+    values = {name: getattr(batch, name) for name in ("query_lens", "seq_lens")}
+    names = ("input_ids", "position_ids", "slot_mapping", "block_tables", "logits_indices")
+    return HostBatch(**values, **{name: getattr(batch, name).numpy() for name in names}, hidden=hidden)
+
+
+def test_arrays_give_the_logits_and_hidden_states_of_tensors():
+    decoder = make_decoder(VARIETIES["qwen3"])
+    batch = make_batch([Piece(IDS, BLOCKS, 0, 9), Piece(OTHER, OTHER_BLOCKS, 0, 5)])
+    shape, layers, rows = (2, 3, decoder.spec.geometry.hidden_size), (0, 1), [1, 4, 12]
+    tensors = HiddenStates(layers=layers, indices=torch.tensor(rows), values=torch.zeros(shape))
+    arrays = HiddenRows(layers=layers, indices=np.array(rows), values=np.zeros(shape, np.float32))
+    expected = make(decoder).forward(replace(batch, hidden=tensors))
+    # An engine without torch names device and dtype.
+    backend = NativeForwardBackend(
+        decoder.spec, MemoryWeights(decoder.weights, "F32"), device="cpu", dtype="float32"
+    )
+    backend.initialize_kv_caches([decoders.layout_of(decoder.spec, "float32")], [NUM_BLOCKS])
+    logits = backend.forward(on_host(batch, arrays))
+    assert isinstance(logits, np.ndarray)
+    np.testing.assert_array_equal(logits, expected.numpy())
+    np.testing.assert_array_equal(arrays.values, tensors.values.numpy())
+    assert arrays.values.any()
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [(torch.bfloat16, "BF16"), (torch.float32, "F32")])
+def test_rows_of_an_embedding_that_are_used_as_stored_are_not_copied(dtype, stored):
+    decoder = make_decoder(VARIETIES["own head"])
+    weights = MemoryWeights(decoder.weights, stored)
+    name = decoder.spec.decoder.embedding.name
+
+    def logits(source):
+        backend = NativeForwardBackend(decoder.spec, source, device=CPU, dtype=dtype)
+        backend.initialize_kv_caches([decoders.layout_of(decoder.spec, "float32")], [NUM_BLOCKS])
+        return backend, backend.forward(make_batch([Piece(IDS, BLOCKS, 0, 20)]))
+
+    backend, mapped = logits(weights)
+    _, mapped_rows = backend._model._memory
+    assert any(np.shares_memory(each, weights.values[name]) for each in mapped_rows)
+    widened = MemoryWeights(decoder.weights, stored)  # the same values in a type that has to be converted
+    as_float64 = torch.from_numpy(widened.values[name].copy()).view(dtype).double().numpy()
+    widened.values[name] = as_float64
+    widened.tensors[name] = replace(widened.tensors[name], dtype="F64", num_bytes=as_float64.nbytes)
+    converted_backend, converted = logits(widened)
+    assert torch.equal(mapped, converted)
+    assert backend.model_metrics() == converted_backend.model_metrics()
+    weights.values[name].view(f"u{dtype.itemsize}")[5, 3] = 0x7F80 << (8 * dtype.itemsize - 16)
+    with pytest.raises(CheckpointError, match=f"{name}.* NaN or infinite"):
+        logits(weights)
 
 
 def in_pieces(backend: NativeForwardBackend, cuts: list[int]) -> torch.Tensor:
@@ -376,7 +428,7 @@ def test_what_it_cannot_run_is_refused_with_the_reason_before_a_weight_is_read()
         return str(caught.value)
 
     assert "runs on CPUs, not on cuda" in refusal(device=torch.device("cuda:1"))
-    assert "not torch.float16" in refusal(dtype=torch.float16)
+    assert "not float16" in refusal(dtype=torch.float16)
     assert "cannot hold a part of a model" in refusal(shard=Shard(0, 2))
     foreign = type("Foreign", (Int8Quantizer,), {})()
     assert "cannot make the weights of the quantizer Foreign" in refusal(quantizer=foreign)

@@ -13,7 +13,7 @@ import pytest
 UNNEEDED = {
     *("transformers", "huggingface_hub", "safetensors", "jinja2", "rich", "yaml", "matplotlib", "scipy"),
     *("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "httpx", "openai", "prometheus_client"),
-    *("triton", "sympy", "torch._dynamo", "torch._inductor"),
+    *("torch", "triton", "sympy"),
     *("sagellm.server.http", "sagellm.server.serve", "sagellm.engines.async_engine"),
     *("sagellm.lab.bench", "sagellm.lab.simulation", "sagellm.server.text_process"),
     *("sagellm.engines.testing", "sagellm.testing.eviction", "sagellm.testing.conformance", "pytest"),
@@ -52,14 +52,14 @@ def loaded() -> set[str]:
 
 
 def test_the_first_token_waits_for_no_module_that_it_does_not_need(loaded):
-    assert "torch" in loaded, "the list is that of a process that has answered"
+    assert "sagellm.accel.native.backend" in loaded, "the list is that of a process that has answered"
     assert sorted(loaded & UNNEEDED) == []
 
 
-def test_the_first_token_waits_for_few_modules_beyond_those_of_torch(loaded):
-    code = "import sys, torch; print(*sys.modules)"
+def test_the_first_token_waits_for_few_modules_beyond_those_of_numpy(loaded):
+    code = "import sys, numpy; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    more = {name for name in loaded - set(done.stdout.split()) if not name.startswith("torch.")}
+    more = loaded - set(done.stdout.split())
     ours = {name for name in more if name.startswith("sagellm")}
     assert len(ours) < 320, "285 when this was written; import what few requests need when they come"
-    assert len(more - ours) < 180, sorted(more - ours)
+    assert len(more - ours) < 250, sorted(more - ours)

@@ -18,6 +18,7 @@ def sagellm_providers() -> list[Provider]:
             "cuda",
             "sagellm.accel.cuda.backend:CudaForwardBackend",
             "Triton kernels and CUDA graphs, on a GPU",
+            is_automatic=False,  # until its tests have passed on a GPU
         ),
         Provider("quantizer", "int8", "sagellm.accel.int8:Int8Quantizer", "8-bit weights, one scale per row"),
         Provider("quantizer", "int4", "sagellm.accel.int4:Int4Quantizer", "4-bit weights in groups of 128"),

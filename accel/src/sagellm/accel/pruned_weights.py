@@ -30,7 +30,9 @@ class PrunedWeights(WeightSource):
     """The tensors of another source, with the weights of the layers' linears pruned.
 
     Embedding, head, router and norms stay as they are. Weights are pruned in the format in which they are
-    stored, some rows at a time, on the device that will multiply by them.
+    stored, some rows at a time, on the device that will multiply by them. Raises UnsupportedModelError for a
+    model that runs as a class of transformers, whose linears no spec names; CheckpointError for weights that
+    are stored quantized.
     """
 
     def __init__(
@@ -92,17 +94,6 @@ class PrunedWeights(WeightSource):
             )
         array: npt.NDArray[np.generic] = pruned.cpu().contiguous().view(torch.uint8).numpy().view(rows.dtype)
         return array
-
-
-def pruned(
-    weights: WeightSource, spec: ModelSpec, sparsifier: SparsifierProtocol | None, device: torch.device
-) -> WeightSource:
-    """Return the weights, pruned if there is a sparsifier.
-
-    Raises UnsupportedModelError for a model that runs as a class of transformers, whose linears no spec
-    names; CheckpointError for weights that are stored quantized.
-    """
-    return weights if sparsifier is None else PrunedWeights(weights, spec, sparsifier, device)
 
 
 def _linears(spec: ModelSpec) -> frozenset[str]:

@@ -6,15 +6,18 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from sagellm.core import RopeSpec, UnsupportedModelError
+
+Floats = npt.NDArray[np.float32]
 
 
 class RopeFrequencies(NamedTuple):
     """Angle per position for each pair of dimensions, and a factor on cos and sin."""
 
-    inv_freq: torch.Tensor  # (rotary_dim / 2,) float32
+    inv_freq: Floats  # (rotary_dim / 2,)
     attention_factor: float
 
 
@@ -25,12 +28,19 @@ def rope_frequencies(rope: RopeSpec) -> RopeFrequencies:
         raise UnsupportedModelError(
             f"rope_type is {rope.rope_type!r}; this decoder knows {', '.join(sorted(_KINDS))}"
         )
-    return compute(rope)
+    with np.errstate(all="ignore"):  # callers refuse what is not finite
+        return compute(rope)
 
 
-def _plain(rope: RopeSpec) -> torch.Tensor:
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
-    return 1.0 / (rope.theta**exponents)
+def _waves(rope: RopeSpec) -> Floats:
+    """Return the period of each pair of dimensions over 2π: θ^(2i / dim), rounded to float32."""
+    exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
+    waves: Floats = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
+    return waves
+
+
+def _plain(rope: RopeSpec) -> Floats:
+    return np.float32(1.0) / _waves(rope)
 
 
 def _default(rope: RopeSpec) -> RopeFrequencies:
@@ -38,7 +48,7 @@ def _default(rope: RopeSpec) -> RopeFrequencies:
 
 
 def _linear(rope: RopeSpec) -> RopeFrequencies:
-    return RopeFrequencies(_plain(rope) / rope.number("factor"), 1.0)
+    return RopeFrequencies(_plain(rope) / np.float32(rope.number("factor")), 1.0)
 
 
 def _llama3(rope: RopeSpec) -> RopeFrequencies:
@@ -50,10 +60,10 @@ def _llama3(rope: RopeSpec) -> RopeFrequencies:
     wavelength = 2 * math.pi / inv_freq
     is_long = wavelength > original / low
     is_medium = ~(wavelength < original / high) & ~is_long
-    stretched = torch.where(is_long, inv_freq / factor, inv_freq)
+    stretched = np.where(is_long, inv_freq / factor, inv_freq)
     smooth = (original / wavelength - low) / (high - low)
     blended = (1 - smooth) * stretched / factor + smooth * stretched
-    return RopeFrequencies(torch.where(is_medium, blended, stretched), 1.0)
+    return RopeFrequencies(np.where(is_medium, blended, stretched).astype(np.float32), 1.0)
 
 
 def _yarn(rope: RopeSpec) -> RopeFrequencies:
@@ -68,11 +78,10 @@ def _yarn(rope: RopeSpec) -> RopeFrequencies:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001  # the ramp must have a slope
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    waves = rope.theta ** (torch.arange(0, dim, 2).float() / dim)
-    kept = 1 - ramp
+    ramp = ((np.arange(dim // 2, dtype=np.float32) - low) / (high - low)).clip(0, 1)
+    waves, kept = _waves(rope), 1 - ramp
     inv_freq = 1.0 / (factor * waves) * (1 - kept) + 1.0 / waves * kept
-    return RopeFrequencies(inv_freq, _yarn_attention_factor(rope, factor))
+    return RopeFrequencies(inv_freq.astype(np.float32), _yarn_attention_factor(rope, factor))
 
 
 def _correction_dim(rope: RopeSpec, rotations: float, original: float) -> float:

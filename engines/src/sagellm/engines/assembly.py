@@ -9,9 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
-from sagellm.accel.pruned_weights import pruned
 from sagellm.core import (
     WHOLE,
+    AttentionBackendProtocol,
+    AttentionMetrics,
     CheckpointError,
     Clock,
     ConfigError,
@@ -36,7 +37,7 @@ from sagellm.engines.engine_core.num_blocks import KVDemand, find_num_blocks
 from sagellm.engines.forward.choice import make_backend
 from sagellm.engines.forward.free_cores import FreeCores
 from sagellm.engines.grammar.making import make_grammar
-from sagellm.engines.loading.device_and_dtype import resolve_device
+from sagellm.engines.loading.device_and_dtype import device_name
 from sagellm.engines.loading.fingerprint import fingerprint_of
 from sagellm.engines.loading.generation_defaults import NAMES_IN_FILE, GenerationDefaults
 from sagellm.engines.loading.load import open_model
@@ -48,7 +49,7 @@ from sagellm.engines.tracing import ChromeTraceWriter, NullTrace, TraceWriter
 from sagellm.engines.worker.building import build_worker
 
 if TYPE_CHECKING:
-    from sagellm.core import ForwardBackendProtocol
+    from sagellm.core import ForwardBackendProtocol, SparsifierProtocol, WeightSource
     from sagellm.engines.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -111,9 +112,9 @@ def assemble(
 
 def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtime) -> EngineCore:
     """Load the model that a configuration names and build a core around it: the engine `llm`."""
-    device = resolve_device(config.model.device)
-    cores = FreeCores() if device.type == "cpu" else None  # first: it measures during loading
-    config = config.with_values({"model.device": str(device)})
+    device = device_name(config.model.device)
+    cores = FreeCores() if device == "cpu" else None  # first: it measures during loading
+    config = config.with_values({"model.device": device})
     modules = Modules(registry, config)
     read_tiers(modules)  # so that errors are found before loading
     trace = open_trace(config.trace.file, runtime.clock)
@@ -126,26 +127,20 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
     layout = _layout(spec, kv_dtype, config.kv.block_size)
     max_model_len, reason = _max_model_len(config, geometry)
     progress = ProgressHook()
-    attention = modules.make(
-        "attention_backend",
-        config.forward.attention,
-        num_heads=geometry.num_heads,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        block_size=layout.block_size,
-    )
+    attention = _Attention(modules, geometry, layout, progress)
     with opened.reading() as weights:
         chosen = make_backend(
             modules,
             spec,
-            pruned(weights, spec, sparsifier, device),
+            _pruned(weights, spec, sparsifier, device),
             extra_features=_extra_features(config, opened.dtype_name, kv_dtype),
             device=device,
-            dtype=opened.dtype,
-            attention=ProgressReportingAttention(attention, progress),
+            dtype=opened.dtype_name,
+            attention=attention.make,
             quantizer=quantizer,
             sparsifier=sparsifier,
             shard=WHOLE,
+            **_packed_cache(config),
         )
     backend = chosen.backend
     num_blocks = config.kv.num_blocks or _fitting_blocks(config, layout, geometry, max_model_len)
@@ -188,7 +183,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
     core.info = EngineInfo(
         limits=limits,
         settings={
-            "model.device": str(device),
+            "model.device": device,
             "model.dtype": opened.dtype_name,
             "kv.num_blocks": num_blocks,
             "kv.dtype": kv_dtype,
@@ -201,6 +196,36 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         layout=layout,
     )
     return core
+
+
+class _Attention:
+    """The attention backend of a configuration, made for a forward backend that needs one."""
+
+    def __init__(
+        self, modules: Modules, geometry: ModelGeometry, layout: KVLayout, progress: ProgressHook
+    ) -> None:
+        self._modules, self._geometry, self._layout = modules, geometry, layout
+        self._progress = progress
+        self._made: AttentionBackendProtocol | None = None
+
+    def make(self) -> AttentionBackendProtocol:
+        """Make it, once, so that it reports progress. Raises UnsupportedModelError for such heads."""
+        if self._made is None:
+            sizes = self._geometry
+            made = self._modules.make(
+                "attention_backend",
+                self._modules.config.forward.attention,
+                num_heads=sizes.num_heads,
+                num_kv_heads=sizes.num_kv_heads,
+                head_dim=sizes.head_dim,
+                block_size=self._layout.block_size,
+            )
+            self._made = ProgressReportingAttention(made, self._progress)
+        return self._made
+
+    def metrics(self) -> AttentionMetrics:
+        """Return its counts; zeros if nothing needed it."""
+        return AttentionMetrics() if self._made is None else self._made.metrics()
 
 
 def open_trace(path: str | None, clock: Clock) -> TraceWriter:
@@ -225,6 +250,30 @@ def _layout(spec: ModelSpec, dtype_name: str, block_size: int) -> KVLayout:
     return KVLayout(group=replace(groups[0], scale_bytes_per_head=scale_bytes), block_size=block_size)
 
 
+def _pruned(
+    weights: WeightSource, spec: ModelSpec, sparsifier: SparsifierProtocol | None, device: str
+) -> WeightSource:
+    """Return the weights, pruned if there is a sparsifier: with torch, which others do without."""
+    if sparsifier is None:
+        return weights
+    import torch
+
+    from sagellm.accel.pruned_weights import PrunedWeights
+
+    return PrunedWeights(weights, spec, sparsifier, torch.device(device))
+
+
+def _packed_cache(config: EngineConfig) -> dict[str, str]:
+    """Return the argument of a forward backend for a folder of packed weights, if there is to be one."""
+    folder = config.model.packed_cache
+    if folder is not None and config.model.sparsity is not None:
+        raise ConfigError(
+            "model.packed_cache keeps weights by their checkpoint's files, and model.sparsity changes them; "
+            "leave one of them out"
+        )
+    return {} if folder is None else {"packed_cache": folder}
+
+
 def _extra_features(config: EngineConfig, dtype_name: str, kv_dtype: str) -> set[str]:
     """Return what the configuration asks of a forward backend beyond what the model needs."""
     wanted = set() if kv_dtype == dtype_name else {f"kv_{kv_dtype}"}
@@ -242,8 +291,9 @@ def _fitting_blocks(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
     )
-    device = resolve_device(config.model.device)
-    return find_num_blocks(layout, geometry, demand, device=device, fraction=config.kv.memory_fraction)
+    return find_num_blocks(
+        layout, geometry, demand, device=config.model.device, fraction=config.kv.memory_fraction
+    )
 
 
 def _default_params(generation: GenerationDefaults) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class CudaForwardBackend(ForwardBackendProtocol):
     """
 
     features = FEATURES
-    device_types = ()  # `auto` leaves it out until its tests have passed on a GPU
+    device_types = frozenset({"cuda"})
 
     def __init__(  # noqa: PLR0913
         self,

@@ -150,6 +150,6 @@ def _norm(loader: ModelLoader, norm: NormSpec) -> Norm:
 def _rotation(rope: RopeSpec, num_positions: int, device: torch.device) -> Rotation:
     frequencies = rope_frequencies(rope)
     positions = torch.arange(num_positions, dtype=torch.float32, device=device)
-    angles = positions[:, None] * frequencies.inv_freq.to(device)
+    angles = positions[:, None] * torch.from_numpy(frequencies.inv_freq).to(device)
     factor = frequencies.attention_factor
     return Rotation(angles.cos() * factor, angles.sin() * factor)

@@ -7,9 +7,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from sagellm.accel.fusion import FUSIONS, check_fusions
 from sagellm.accel.native import structures
@@ -17,6 +18,7 @@ from sagellm.accel.native.library import best_or_named
 from sagellm.accel.native.memory import AllocatedAhead, Bytes, ReusedMemory, zeroed_pages
 from sagellm.accel.native.model import NativeModel
 from sagellm.accel.native.weights import form_of, kind_of
+from sagellm.accel.threads import num_threads
 from sagellm.core import (
     WHOLE,
     AttentionBackendProtocol,
@@ -36,6 +38,10 @@ from sagellm.core import (
     WeightSource,
     get_logger,
 )
+from sagellm.core.protocols.attention import HiddenRows, HostBatch
+
+if TYPE_CHECKING:
+    import torch
 
 logger = get_logger(__name__)
 
@@ -48,13 +54,17 @@ class NativeForwardBackend(ForwardBackendProtocol):
 
     It has its own attention. Weights are in bfloat16 or float32, or quantized to int8 or int4 by this
     package's quantizers; between products, activations are float32. Each result of a sequence has the same
-    bits whatever else is in the batch. Steps use torch's number of threads. `variant` names a variant of the
-    library (amx, avx512, avx2) instead of the fastest; with `times_phases` metrics say where time goes.
-    `ahead_fraction` is the share of the KV pool, from 0 to 1, that idle time may allocate ahead of its use.
-    `fusions` names the operations that are computed as one (`accel.fusion`); no result depends on it.
+    bits whatever else is in the batch. Steps use torch's number of threads, or what that would be.
+
+    `variant` names a variant of the library (amx, avx512, avx2) instead of the fastest; with `times_phases`
+    metrics say where time goes. `ahead_fraction` is the share of the KV pool, from 0 to 1, that idle time may
+    allocate ahead of its use. `packed_cache` is a folder where weights are kept as they are packed, and
+    mapped from then on. `fusions` names the operations that are computed as one (`accel.fusion`); no result
+    depends on it.
     """
 
     device_types = frozenset({"cpu"})
+    takes_arrays = True
     features = frozenset(
         {
             *(
@@ -84,11 +94,12 @@ class NativeForwardBackend(ForwardBackendProtocol):
         spec: ModelSpec,
         weights: WeightSource,
         *,
-        device: torch.device,
-        dtype: torch.dtype,
+        device: str | torch.device,
+        dtype: str | torch.dtype,
         attention: AttentionBackendProtocol | None = None,
         quantizer: QuantizerProtocol | None = None,
         shard: Shard = WHOLE,
+        packed_cache: str | None = None,
         variant: str | None = None,
         times_phases: bool = False,
         ahead_fraction: float = 1 / 16,
@@ -101,17 +112,18 @@ class NativeForwardBackend(ForwardBackendProtocol):
                 f"ahead_fraction of the backend native is {ahead_fraction}; it must be between 0, which "
                 "allocates no KV ahead, and 1, the whole pool"
             )
-        if device.type != "cpu":
+        if str(device) != "cpu":
             raise UnsupportedModelError(f"it runs on CPUs, not on {device}")
         if shard != WHOLE:
             raise UnsupportedModelError(f"it cannot hold a part of a model, and was asked for {shard}")
+        dtype = str(dtype).removeprefix("torch.")
         kind_of(dtype)
         if quantizer is not None:
             form_of(quantizer, spec.geometry.hidden_size)
         _check_geometry(spec)
         library = best_or_named(variant)
         self._functions = library.functions
-        self._model = NativeModel(library, spec, weights, dtype, quantizer, fusions)
+        self._model = NativeModel(library, spec, weights, dtype, quantizer, fusions, packed_cache)
         self._vocab_size = spec.geometry.vocab_size
         self._kv: Bytes | None = None  # (blocks, bytes per block)
         self._ahead_fraction = ahead_fraction
@@ -173,35 +185,51 @@ class NativeForwardBackend(ForwardBackendProtocol):
         for block_id, source in zip(block_ids, data, strict=True):
             blocks[block_id] = np.frombuffer(source, np.uint8)
 
-    def forward(self, batch: InputBatch) -> torch.Tensor:
-        """Return float32 logits (rows, vocab) of the wanted tokens; the head sees no others."""
+    @overload
+    def forward(self, batch: InputBatch) -> torch.Tensor: ...
+
+    @overload
+    def forward(self, batch: HostBatch) -> npt.NDArray[np.float32]: ...
+
+    def forward(self, batch: InputBatch | HostBatch) -> torch.Tensor | npt.NDArray[np.float32]:
+        """Return float32 logits (rows, vocab) of the wanted tokens; the head sees no others.
+
+        They come as a tensor if the batch has tensors.
+        """
+        if isinstance(batch, InputBatch):
+            import torch
+
+            return torch.from_numpy(self._forward(_on_host(batch)))
+        return self._forward(batch)
+
+    def _forward(self, batch: HostBatch) -> npt.NDArray[np.float32]:
         blocks = self._blocks("forward")
         started_ns = time.perf_counter_ns()
         self._model.cover(max(batch.seq_lens))
-        tables = batch.block_tables.contiguous()
+        tables = np.ascontiguousarray(batch.block_tables)
         shape = len(batch.logits_indices), self._vocab_size
-        logits = torch.from_numpy(self._logits.take(4 * math.prod(shape)).view(np.float32).reshape(shape))
+        logits = self._logits.take(4 * math.prod(shape)).view(np.float32).reshape(shape)
         lens = np.array([batch.query_lens, batch.seq_lens], np.int64)
         step = structures.Step(
             num_tokens=len(batch.input_ids),
             num_seqs=batch.num_seqs,
             num_wanted=len(batch.logits_indices),
             table_stride=tables.shape[1],
-            input_ids=batch.input_ids.data_ptr(),
-            positions=batch.position_ids.data_ptr(),
-            slots=batch.slot_mapping.data_ptr(),
-            block_tables=tables.data_ptr(),
+            input_ids=batch.input_ids.ctypes.data,
+            positions=batch.position_ids.ctypes.data,
+            slots=batch.slot_mapping.ctypes.data,
+            block_tables=tables.ctypes.data,
             query_lens=lens[0].ctypes.data,
             seq_lens=lens[1].ctypes.data,
-            wanted=batch.logits_indices.data_ptr(),
-            logits=logits.data_ptr(),
-            num_threads=torch.get_num_threads(),
+            wanted=batch.logits_indices.ctypes.data,
+            logits=logits.ctypes.data,
+            num_threads=num_threads(),
         )
         if (hidden := batch.hidden) is not None:
             layers = np.array(hidden.layers, np.int64)
             step.num_hidden_layers, step.num_hidden_rows = hidden.values.shape[:2]
-            step.hidden_layers, step.hidden_rows = layers.ctypes.data, hidden.indices.data_ptr()
-            step.hidden = hidden.values.data_ptr()
+            step.hidden_layers, step.hidden_rows = layers.ctypes.data, hidden.indices.ctypes.data
+            step.hidden = hidden.values.ctypes.data
         if self._functions.sage_step(self._model.handle, ctypes.byref(step)):
             raise OutOfMemoryError(
                 f"no memory for the activations of {step.num_tokens} tokens; lower "
@@ -237,6 +265,23 @@ class NativeForwardBackend(ForwardBackendProtocol):
         if self._kv is None:
             raise EngineError(f"{what} was called before initialize_kv_caches; there is no KV")
         return self._kv
+
+
+def _on_host(batch: InputBatch) -> HostBatch:
+    """Return views of a batch's tensors, which are on the CPU."""
+    hidden = batch.hidden
+    return HostBatch(
+        input_ids=batch.input_ids.numpy(),
+        position_ids=batch.position_ids.numpy(),
+        slot_mapping=batch.slot_mapping.numpy(),
+        block_tables=batch.block_tables.numpy(),
+        query_lens=batch.query_lens,
+        seq_lens=batch.seq_lens,
+        logits_indices=batch.logits_indices.numpy(),
+        hidden=None
+        if hidden is None
+        else HiddenRows(layers=hidden.layers, indices=hidden.indices.numpy(), values=hidden.values.numpy()),
+    )
 
 
 def _check_geometry(spec: ModelSpec) -> None:

@@ -71,6 +71,11 @@ class NativeLibrary:
     variant: str
     functions: ctypes.CDLL
 
+    @property
+    def file(self) -> Path:
+        """The file that it was loaded from."""
+        return FOLDER / _file(self.variant)
+
 
 @dataclass(frozen=True)
 class Examination:

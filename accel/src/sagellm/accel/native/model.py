@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from weakref import finalize
-
-import torch
 
 from sagellm.accel.fusion import NORM_LINEAR, ROPE_STORE
 from sagellm.accel.lowering import lower
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import NativeLibrary
+from sagellm.accel.native.packed_cache import PackedCache, key_of
 from sagellm.accel.native.rope import RopeTable
 from sagellm.accel.native.weights import (
     Matrix,
@@ -21,11 +20,13 @@ from sagellm.accel.native.weights import (
     WeightPacker,
     aligned,
     bytes_of,
+    is_used_as_stored,
     kind_of,
     matrix_of,
     plain_matrix,
 )
 from sagellm.core import (
+    DecoderSpec,
     LayerSpec,
     ModelMetrics,
     ModelSpec,
@@ -56,14 +57,15 @@ class LayerMatrices:
 class NativeModel:
     """Packs the weights of a decoder and holds the library's handle of it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         library: NativeLibrary,
         spec: ModelSpec,
         weights: WeightSource,
-        dtype: torch.dtype,
+        dtype: str,
         quantizer: QuantizerProtocol | None,
         fusions: Collection[str],
+        packed_folder: str | None = None,
     ) -> None:
         decoder = spec.decoder
         assert decoder is not None, "the features lack classes of transformers"
@@ -79,10 +81,12 @@ class NativeModel:
         every = [head, *(matrix for layer in layers_of for matrix in layer.all), *([codes] if codes else [])]
         num_bytes = sum(aligned(bytes_of(self._functions, each)) for each in every)
         has_rows = not linears.is_tied and codes is None
-        if has_rows:
+        if has_rows and not is_used_as_stored(weights, decoder.embedding, self._kind):
             rows, width = decoder.embedding.shape
             num_bytes += aligned(rows * width * (2 if self._kind is WeightKind.BF16 else 4))
-        self._packer = packer = WeightPacker(library, weights, num_bytes)
+        cache = None if packed_folder is None else self._cache(packed_folder, library, every, decoder)
+        packed = None if cache is None else cache.read(num_bytes)
+        self._packer = packer = WeightPacker(library, weights, num_bytes, packed)
         self._ropes: list[tuple[RopeSpec, RopeTable]] = []
         layers = (structures.Layer * len(layers_of))()
         first = decoder.layers[0].attention
@@ -111,7 +115,23 @@ class NativeModel:
             num_parameters=self._packer.num_parameters, weight_bytes=self._packer.num_bytes
         )
         self._memory = self._packer.memory
+        if cache is not None and packed is None:
+            cache.write(self._memory[0])
         del self._packer, self._weights
+
+    def _cache(
+        self, folder: str, library: NativeLibrary, matrices: Iterable[Matrix], decoder: DecoderSpec
+    ) -> PackedCache | None:
+        """Return the place of this model's packed weights; None if they come from no files."""
+        form = [
+            (bytes(each.described()), each.form, each.stored, part.weight.name, part.bias, part.outputs)
+            for each in matrices
+            for part in each.linear.parts
+        ]
+        stored = self._weights.tensors
+        tensors = {tensor.name: stored[tensor.name] for tensor in decoder.tensors if tensor.name in stored}
+        key = key_of(library.file, [self._kind, *form], tensors)
+        return None if key is None else PackedCache(folder, key)
 
     def cover(self, num_positions: int) -> None:
         """Prepare the rotation of positions below `num_positions`."""

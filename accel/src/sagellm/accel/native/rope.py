@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from sagellm.accel.native.memory import zeroed_pages
 from sagellm.accel.rope_scaling import rope_frequencies
@@ -28,7 +29,7 @@ class RopeTable:
     @property
     def addresses(self) -> tuple[int, int]:
         """Where the cosines and the sines are."""
-        return self._cos.data_ptr(), self._sin.data_ptr()
+        return self._cos.ctypes.data, self._sin.ctypes.data
 
     def cover(self, num_positions: int) -> None:
         """Fill the rows of all positions below `num_positions`, and as many again."""
@@ -36,11 +37,12 @@ class RopeTable:
             return
         assert num_positions <= len(self._cos), "engines refuse sequences longer than the model knows"
         begin, end = self._num_ready, min(len(self._cos), max(_MIN_ROWS, 2 * num_positions))
-        angles = torch.arange(begin, end, dtype=torch.float32)[:, None] * self._inv_freq
-        self._cos[begin:end] = angles.cos() * self._factor
-        self._sin[begin:end] = angles.sin() * self._factor
+        angles = np.arange(begin, end, dtype=np.float32)[:, None] * self._inv_freq
+        factor = np.float32(self._factor)
+        np.multiply(np.cos(angles), factor, out=self._cos[begin:end])
+        np.multiply(np.sin(angles), factor, out=self._sin[begin:end])
         self._num_ready = end
 
 
-def _floats(shape: tuple[int, int]) -> torch.Tensor:
-    return torch.from_numpy(zeroed_pages(4 * shape[0] * shape[1])).view(torch.float32).view(shape)
+def _floats(shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+    return zeroed_pages(4 * shape[0] * shape[1]).view(np.float32).reshape(shape)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import best_or_named
+from sagellm.accel.threads import num_threads
+
+if TYPE_CHECKING:
+    import torch
 
 _ALIGNMENT = 64
 
@@ -26,8 +29,8 @@ class RowDetails(Protocol):
         """Which row of the logits each row draws from, (rows,); None: one after the other."""
 
     @property
-    def replaced(self) -> torch.Tensor | None:
-        """Logits to draw from instead (any, vocab), float32 and contiguous."""
+    def replaced(self) -> npt.NDArray[np.float32] | None:
+        """Logits to draw from instead (any, vocab), contiguous."""
 
     @property
     def replaced_rows(self) -> Ints:
@@ -82,17 +85,19 @@ class NativeDraw:
         (negative: none), and a uniform number in [0, 1). -1 means that no token can be drawn, because a logit
         is NaN or infinite or all are masked. Of equal logits, top-p drops those with the lowest ids first.
         """
+        import torch
+
         return torch.from_numpy(self.choose(logits, settings.numpy()))
 
     def choose(
         self,
-        logits: torch.Tensor,
+        logits: npt.NDArray[np.float32] | torch.Tensor,
         settings: npt.NDArray[np.float64],
         keys: Words | None = None,
         positions: Words | None = None,
         details: RowDetails | None = None,
     ) -> npt.NDArray[np.int64]:
-        """Return what a call returns, from arrays.
+        """Return what a call returns, from arrays; logits may also be a tensor on the CPU.
 
         With keys and positions (rows,), the numbers are those of Philox instead of those in `settings`.
         Details cost the rows that have them; the logits stay as they are.
@@ -101,11 +106,13 @@ class NativeDraw:
         tokens = np.empty(rows, np.int64)
         if not rows:
             return tokens
-        logits, settings = logits.float().contiguous(), np.ascontiguousarray(settings, np.float64)
+        scores = np.ascontiguousarray(logits if isinstance(logits, np.ndarray) else logits.float().numpy())
+        assert scores.dtype == np.float32, "backends return float32"
+        settings = np.ascontiguousarray(settings, np.float64)
         call = self._call if details is None else self._detailed_call
-        self._make_room(vocab_size, torch.get_num_threads())
+        self._make_room(vocab_size, num_threads())
         call.num_rows, call.vocab = rows, vocab_size
-        call.logits, call.settings, call.tokens = logits.data_ptr(), _address(settings), _address(tokens)
+        call.logits, call.settings, call.tokens = scores.ctypes.data, _address(settings), _address(tokens)
         call.keys = call.positions = None
         if keys is not None and positions is not None:
             keys, positions = np.ascontiguousarray(keys), np.ascontiguousarray(positions)
@@ -131,7 +138,7 @@ def _add_details(call: structures.Draw, details: RowDetails) -> None:
     call.places = None if details.places is None else _address(details.places)
     call.replaced = call.replaced_rows = call.masks = call.mask_rows = None
     if details.replaced is not None:
-        call.replaced, call.replaced_rows = details.replaced.data_ptr(), _address(details.replaced_rows)
+        call.replaced, call.replaced_rows = _address(details.replaced), _address(details.replaced_rows)
     if details.masks is not None:
         call.masks = details.masks.ctypes.data  # they may be read-only
         call.mask_rows = _address(details.mask_rows)

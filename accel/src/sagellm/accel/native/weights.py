@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sagellm.accel.coded import expand
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import NativeLibrary
-from sagellm.accel.native.memory import Bytes, pages_for_weights
+from sagellm.accel.native.memory import pages_for_weights
+from sagellm.accel.native.packed_cache import PackedWeights
+from sagellm.accel.threads import num_threads
 from sagellm.core import (
     CheckpointError,
     QuantizerProtocol,
@@ -54,7 +56,7 @@ _CODED_MULTIPLE = 16
 _EXPANDED_AT_ONCE = 256
 
 _STORED = {"BF16": 0, "F16": 1, "F32": 2, "F64": 3}
-_KINDS = {torch.bfloat16: WeightKind.BF16, torch.float32: WeightKind.F32}
+_KINDS = {"bfloat16": WeightKind.BF16, "float32": WeightKind.F32}
 _INTEGERS = {8: WeightKind.INT8, 4: WeightKind.INT4}
 _ITEMS: dict[WeightKind, type[np.generic]] = {WeightKind.BF16: np.uint16, WeightKind.F32: np.float32}
 _AS_STORED = {WeightKind.BF16: _STORED["BF16"], WeightKind.F32: _STORED["F32"]}
@@ -62,11 +64,12 @@ _NOT_FINITE, _TOO_LARGE = 1, 2
 _ALIGNMENT = 4096  # each matrix begins on a page of its own
 
 
-def kind_of(dtype: torch.dtype) -> WeightKind:
+def kind_of(dtype: str) -> WeightKind:
     """Return how weights of a dtype are stored. Raises UnsupportedModelError."""
     if dtype not in _KINDS:
-        known = ", ".join(str(each) for each in _KINDS)
-        raise UnsupportedModelError(f"it computes in {known}, not {dtype}; choose another (--dtype)")
+        raise UnsupportedModelError(
+            f"it computes in {', '.join(_KINDS)}, not {dtype}; choose another (--dtype)"
+        )
     return _KINDS[dtype]
 
 
@@ -140,20 +143,30 @@ class WeightPacker:
     """Reads each tensor once, straight from the mapped file to its packed form, on all of torch's threads.
 
     All matrices lie in one mapping of `num_bytes`. Only a few MiB of the files are in memory at a time. All
-    values must be finite: one NaN makes all output meaningless.
+    values must be finite: one NaN makes all output meaningless. With `packed`, which an earlier packer of the
+    same model has made, nothing is read or packed again.
     """
 
-    def __init__(self, library: NativeLibrary, weights: WeightSource, num_bytes: int) -> None:
-        self._library, self._weights = library.functions, weights
-        self._memory, self._num_used = pages_for_weights(num_bytes), 0
-        self._kept: list[npt.NDArray[np.generic]] = []
+    def __init__(
+        self,
+        library: NativeLibrary,
+        weights: WeightSource,
+        num_bytes: int,
+        packed: PackedWeights | None = None,
+    ) -> None:
+        self._library, self._weights, self._given = library.functions, weights, packed
+        self._memory = pages_for_weights(num_bytes) if packed is None else packed.memory
+        self._num_used = 0
+        self._kept: list[npt.NDArray[np.generic]] = []  # vectors
+        self._mapped: list[npt.NDArray[np.generic]] = []  # rows that stay in their file
+        self._errors: list[float] = []
         self.num_parameters = 0
         self.num_bytes = 0
 
     @property
-    def memory(self) -> tuple[Bytes, list[npt.NDArray[np.generic]]]:
-        """What has to live as long as the packed weights are used."""
-        return self._memory, self._kept
+    def memory(self) -> tuple[PackedWeights, list[npt.NDArray[np.generic]]]:
+        """What has to live as long as the weights are used: the packed ones, and rows that stay in a file."""
+        return PackedWeights(self._memory, self._kept, self._errors), self._mapped
 
     def linear(self, matrix: Matrix, quantizer: QuantizerProtocol | None) -> structures.Linear:
         """Pack one matrix and its biases. Raises CheckpointError for values that cannot be used."""
@@ -169,22 +182,41 @@ class WeightPacker:
                 self._pack_codes(linear, part, matrix)
                 continue
             max_error = self._pack(linear, part, matrix.form)
+            self._errors.append(max_error)
             if matrix.form is not None and quantizer is not None:
                 quantizer.count(part.stored.num_bytes, _packed_bytes(part, matrix.form), max_error)
         self.num_parameters += num_outputs * num_inputs
         return linear
 
     def rows(self, tensor: TensorSpec, kind: WeightKind) -> int:
-        """Read an embedding row by row; return its address."""
+        """Return the address of an embedding's rows.
+
+        They stay in the mapped file if they are stored as they are used; others are converted.
+        """
+        if is_used_as_stored(self._weights, tensor, kind):
+            return self._map(tensor, kind)
         item = np.dtype(_ITEMS[kind])
         num_rows, width = tensor.shape
         address = self._take(num_rows * width * item.itemsize)
-        for begin, rows in self._plain_pieces(tensor):
+        for begin, rows in () if self._given is not None else self._plain_pieces(tensor):
             target = address + begin * width * item.itemsize
             self._convert(tensor, rows, _AS_STORED[kind], target)
             del rows  # as in `_pack`
         self.num_parameters += num_rows * width
         return address
+
+    def _map(self, tensor: TensorSpec, kind: WeightKind) -> int:
+        checked = np.empty(0, np.uint8)
+        for _, rows in () if self._given is not None else self._weights.pieces(tensor):
+            if checked.nbytes < rows.nbytes:
+                checked = np.empty(rows.nbytes, np.uint8)
+            self._convert(tensor, rows, _AS_STORED[kind], checked.ctypes.data)  # it finds NaN on all threads
+            del rows  # as in `_pack`
+        self.num_parameters += math.prod(tensor.shape)
+        rows = self._weights.get(tensor)
+        self._mapped.append(rows)
+        self.num_bytes += rows.nbytes
+        return int(rows.ctypes.data)
 
     def _plain_pieces(self, tensor: TensorSpec) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
         """Yield pieces of rows as they are stored, or as the float32 that codes stand for."""
@@ -218,6 +250,8 @@ class WeightPacker:
 
     def _pack(self, linear: structures.Linear, part: LinearPart, form: IntegerForm | None) -> float:
         """Pack a part's rows, and return the largest error in steps if they become integers."""
+        if self._given is not None:
+            return self._given.errors[len(self._errors)]
         max_error, stored = ctypes.c_float(), _STORED[part.stored.dtype]
         for begin, view in self._weights.pieces(part.weight, self._library.sage_pack_granularity()):
             rows = np.ascontiguousarray(view)
@@ -225,13 +259,13 @@ class WeightPacker:
                 ctypes.byref(linear), part.outputs.start + begin, len(rows), stored, rows.ctypes.data
             )  # fmt: skip
             if form is None:
-                status = self._library.sage_pack(*given, torch.get_num_threads())
+                status = self._library.sage_pack(*given, num_threads())
             else:
                 status = self._library.sage_pack_quantized(
                     *given,
                     form.clip_ratio,
                     ctypes.byref(max_error),
-                    torch.get_num_threads(),
+                    num_threads(),
                     form.searches_scales,
                 )
             self._check(status, part.weight)
@@ -240,7 +274,9 @@ class WeightPacker:
 
     def _pack_codes(self, linear: structures.Linear, part: LinearPart, matrix: Matrix) -> None:
         """Pack a part's codes as they are, or the weights that they stand for if the matrix is plain."""
-        threads = torch.get_num_threads()
+        if self._given is not None:
+            return
+        threads = num_threads()
         if matrix.stored is None:
             for begin, weights in self._plain_pieces(part.weight):
                 place = part.outputs.start + begin, len(weights)
@@ -264,11 +300,13 @@ class WeightPacker:
             del rows, arrays, whole
 
     def _convert(self, tensor: TensorSpec, view: npt.NDArray[np.generic], target: int, address: int) -> None:
+        if self._given is not None:
+            return
         held = self._weights.tensors[tensor.name]
         stored = _STORED["F32" if held.form is not None else held.dtype]
         view = np.ascontiguousarray(view)
         status = self._library.sage_convert(
-            stored, view.ctypes.data, view.size, target, address, torch.get_num_threads()
+            stored, view.ctypes.data, view.size, target, address, num_threads()
         )
         self._check(status, tensor)
 
@@ -289,6 +327,8 @@ class WeightPacker:
         return int(self._memory.ctypes.data) + begin
 
     def _keep(self, values: npt.NDArray[np.generic]) -> int:
+        if self._given is not None:
+            values = self._given.vectors[len(self._kept)]
         self._kept.append(values)
         self.num_bytes += values.nbytes
         return int(values.ctypes.data)
@@ -297,6 +337,12 @@ class WeightPacker:
 def bytes_of(functions: ctypes.CDLL, matrix: Matrix) -> int:
     """Return the packed size of a matrix."""
     return int(functions.sage_weight_bytes(ctypes.byref(matrix.described())))
+
+
+def is_used_as_stored(weights: WeightSource, tensor: TensorSpec, kind: WeightKind) -> bool:
+    """Say whether the stored rows of a tensor are what the library reads, so that they need no copy."""
+    stored = weights.tensors[tensor.name]
+    return stored.form is None and stored.dtype == kind.name and weights.get(tensor).flags.c_contiguous
 
 
 def aligned(num_bytes: int) -> int:

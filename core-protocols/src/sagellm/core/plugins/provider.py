@@ -36,7 +36,7 @@ KINDS = {
     "executor": Kind("factory(worker)"),
     "forward_backend": Kind(
         "factory(spec, weights, device=..., dtype=..., attention=..., quantizer=..., "
-        "sparsifier=..., shard=...)"
+        "sparsifier=..., shard=..., packed_cache=...)"
     ),
     "grammar": Kind("factory(vocabulary)"),
     "kv_allocator": Kind("factory(total_blocks)"),
@@ -66,13 +66,16 @@ KINDS = {
 class Provider(NamedTuple):
     """One implementation of one kind, under the name that configurations use.
 
-    `target` is `module:attribute` and is imported only when the provider is chosen.
+    `target` is `module:attribute` and is imported only when the provider is chosen. Where a setting has the
+    engine choose among all that are installed, as `forward.backend: auto` does, one that is not
+    `is_automatic` is left out, without an import.
     """
 
     kind: str
     name: str
     target: str
     summary: str
+    is_automatic: bool = True
 
 
 class Command(NamedTuple):

@@ -336,7 +336,7 @@ def _import_errors(what: str) -> Iterator[None]:
 def _providers_of(plugin: object, distribution: str) -> list[Provider]:
     found = _offered(plugin, distribution, "sagellm_providers", Provider)
     targets: dict[tuple[str, str], str] = {}
-    for kind, name, target, _ in found:
+    for kind, name, target, *_ in found:
         _check_kind(kind, f"{distribution} provides {name!r} of")
         if (kind, name) in targets:
             raise DuplicateProviderError(
@@ -368,12 +368,21 @@ def _offered(plugin: object, distribution: str, hook: str, kind: type[_Offer]) -
         raise PluginHookError(
             f"{distribution}: {hook} must return a list of {kind.__name__}, got {got[:_MAX_SHOWN]}"
         )
+    flags = kind._field_defaults
+    texts = [name for name in kind._fields if name not in flags]
     for entry in found:
-        if not all(type(value) is str for value in entry):
+        given = entry._asdict()
+        if not all(type(given[name]) is str for name in texts):
             raise PluginHookError(
-                f"{distribution}: {', '.join(kind._fields[:-1])} and {kind._fields[-1]} of a {kind.__name__} "
-                f"must be strings, got {', '.join(type(value).__name__ for value in entry)}"
+                f"{distribution}: {', '.join(texts[:-1])} and {texts[-1]} of a {kind.__name__} "
+                f"must be strings, got {', '.join(type(given[name]).__name__ for name in texts)}"
             )
+        for name in flags:
+            if type(given[name]) is not bool:
+                raise PluginHookError(
+                    f"{distribution}: {name} of a {kind.__name__} must be True or False, got "
+                    f"{type(given[name]).__name__}"
+                )
     return found
 
 

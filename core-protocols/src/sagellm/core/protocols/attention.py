@@ -5,21 +5,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
+    HostArray: TypeAlias = npt.NDArray[np.generic]
 
-class KVTables(NamedTuple):
+Array = TypeVar("Array")
+"""Tensors of torch or, for a forward backend that takes them, arrays of numpy."""
+
+
+class KVTables(NamedTuple, Generic[Array]):
     """Where the KV of a step is in the blocks of one KV group; as in `InputBatch`."""
 
-    slot_mapping: torch.Tensor
-    block_tables: torch.Tensor
+    slot_mapping: Array
+    block_tables: Array
 
 
 @dataclass(frozen=True, kw_only=True)
-class HiddenStates:
+class HiddenRows(Generic[Array]):
     """Hidden states of some tokens of a step: the residual stream after some layers.
 
     Layers are numbered as in transformers' `output_hidden_states`: 0 is the embeddings and `i` what layer `i`
@@ -28,8 +35,12 @@ class HiddenStates:
     """
 
     layers: tuple[int, ...]  # rising
-    indices: torch.Tensor  # (rows,) int64: tokens of the step
-    values: torch.Tensor  # (layers, rows, hidden_size) float32, contiguous; the forward backend writes it
+    indices: Array  # (rows,) int64: tokens of the step
+    values: Array  # (layers, rows, hidden_size) float32, contiguous; the forward backend writes it
+
+
+class HiddenStates(HiddenRows["torch.Tensor"]):
+    """Hidden states in tensors."""
 
     def take(self, layer: int, states: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """Write the states (tokens, hidden_size) of a layer, plus those of `residual`, if they are wanted."""
@@ -42,7 +53,7 @@ class HiddenStates:
 
 
 @dataclass(kw_only=True)
-class InputBatch:
+class StepBatch(Generic[Array]):
     """The tokens of one step, all sequences one after another.
 
     Sequence `i` computes `query_lens[i]` tokens, the last of its first `seq_lens[i]`; the KV
@@ -50,27 +61,38 @@ class InputBatch:
     for a device. Slots and tables are those of the first KV group.
     """
 
-    input_ids: torch.Tensor  # (tokens,) int64
-    position_ids: torch.Tensor  # (tokens,) int64
-    slot_mapping: torch.Tensor  # (tokens,) int64: block id * block_size + offset of each token's KV
-    block_tables: torch.Tensor  # (sequences, blocks of the longest) int64, padded with 0
+    input_ids: Array  # (tokens,) int64
+    position_ids: Array  # (tokens,) int64
+    slot_mapping: Array  # (tokens,) int64: block id * block_size + offset of each token's KV
+    block_tables: Array  # (sequences, blocks of the longest) int64, padded with 0
     query_lens: list[int]
     seq_lens: list[int]
-    logits_indices: torch.Tensor  # (rows,) int64: tokens whose logits are required
-    more_tables: Sequence[KVTables] = ()  # of the second KV group and those after it
-    hidden: HiddenStates | None = None  # what is wanted besides logits
+    logits_indices: Array  # (rows,) int64: tokens whose logits are required
+    more_tables: Sequence[KVTables[Array]] = ()  # of the second KV group and those after it
+    hidden: HiddenRows[Array] | None = None  # what is wanted besides logits
 
     @property
     def num_seqs(self) -> int:
         """Sequences in the step."""
         return len(self.query_lens)
 
-    def of_group(self, index: int) -> InputBatch:
+    def of_group(self, index: int) -> Self:
         """Return the batch with the slots and tables of a KV group as its own."""
         if index == 0:
             return self
         tables = self.more_tables[index - 1]
         return replace(self, slot_mapping=tables.slot_mapping, block_tables=tables.block_tables)
+
+
+@dataclass(kw_only=True)
+class InputBatch(StepBatch["torch.Tensor"]):
+    """A step in tensors on the backend's device."""
+
+    hidden: HiddenStates | None = None
+
+
+class HostBatch(StepBatch["HostArray"]):
+    """A step in arrays of the host, for a forward backend that takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,13 +41,14 @@ class ForwardBackendProtocol(ABC):
     """Computes logits of a batch over paged KV.
 
     Providers are called as
-    `factory(spec, weights, device=..., dtype=..., attention=..., quantizer=..., sparsifier=..., shard=...)`:
-    the model as a ModelSpec, a WeightSource, torch's device and dtype, an AttentionBackendProtocol (a backend
-    may have its own attention instead), a QuantizerProtocol or None, a SparsifierProtocol (the weights come
-    pruned by it, and its `kernel` may multiply by them) or None, and the Shard of the weights that this rank
-    has. If the spec needs a feature that is not in `features`, the factory is not called. If it cannot
-    support anything else, it raises UnsupportedModelError before it reads a weight. It reads each tensor
-    once and keeps it once.
+    `factory(spec, weights, device=..., dtype=..., attention=..., quantizer=..., sparsifier=..., shard=...,
+    packed_cache=...)`: the model as a ModelSpec, a WeightSource, torch's device and dtype, an
+    AttentionBackendProtocol (a backend may have its own attention instead), a QuantizerProtocol or None, a
+    SparsifierProtocol (the weights come pruned by it, and its `kernel` may multiply by them) or None, the
+    Shard of the weights that this rank has, and, only if users name one (`model.packed_cache`), a folder that
+    keeps packed weights. If the spec needs a feature that is not in `features`, the factory is not called. If
+    it cannot support anything else, it raises UnsupportedModelError before it reads a weight. It reads each
+    tensor once and keeps it once.
 
     The model runner calls `initialize_kv_caches` once and then, once per step and from one thread,
     `copy_blocks` if there is something to copy, and `forward`. KV writes are idempotent: a step may
@@ -60,7 +61,15 @@ class ForwardBackendProtocol(ABC):
     """
 
     device_types: ClassVar[Collection[str] | None] = None
-    """The types of torch devices for which `auto` considers it; None: all, none: it has to be named."""
+    """The types of torch devices for which `auto` considers it; None: all."""
+
+    takes_arrays: ClassVar[bool] = False
+    """Whether it computes on the CPU without torch, so that an engine around it need not import it.
+
+    If so, its factory is called with the names of device and dtype (`"cpu"`, `"bfloat16"`) and None as its
+    attention, and `forward` with a HostBatch; it then returns logits as an array of numpy. It takes an
+    InputBatch too, where tokens are drawn from tensors.
+    """
 
     @classmethod  # noqa: B027  (features and device types may say it all)
     def check_model(cls, spec: ModelSpec) -> None:

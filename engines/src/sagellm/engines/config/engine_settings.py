@@ -26,6 +26,8 @@ class EngineSettings(TypedDict, total=False):
     """quantizer that the weights go through at loading"""
     sparsity: str | Mapping[str, Any] | ProviderSpec | None
     """sparsifier that prunes the layers' weights at loading, or a pattern such as 2:4"""
+    packed_cache: str | None
+    """folder that keeps packed weights, so that later loads only map them; null: none"""
     max_model_len: int | None
     """longest prompt and output together, in tokens; null: the model's own"""
     seed: int | None

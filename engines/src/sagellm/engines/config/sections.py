@@ -177,6 +177,10 @@ class ModelConfig(Checked):
     sparsity: Sparsity | None = provider(
         "sparsifier", None, "sparsifier that prunes the layers' weights at loading, or a pattern such as 2:4"
     )
+    packed_cache: PathOrName | None = Field(
+        default=None,
+        description="folder that keeps packed weights, so that later loads only map them; null: none",
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=2,  # a token of the prompt and one of the output

@@ -15,6 +15,7 @@ FLAT_NAMES: dict[str, str] = {
     "device": "model.device",
     "quantization": "model.quantization",
     "sparsity": "model.sparsity",
+    "packed_cache": "model.packed_cache",
     "max_model_len": "model.max_model_len",
     "seed": "model.seed",
     "block_size": "kv.block_size",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from sagellm.core import KVLayout, ModelGeometry, OutOfMemoryError
 from sagellm.engines.forward.device_memory import available_memory_bytes
+from sagellm.engines.loading.device_and_dtype import device_type
 from sagellm.engines.sizes import format_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 CPU_FRACTION = 0.5
 GPU_FRACTION = 0.9
@@ -29,7 +32,7 @@ def find_num_blocks(
     geometry: ModelGeometry,
     demand: KVDemand,
     *,
-    device: torch.device,
+    device: str | torch.device,
     fraction: float | None,
 ) -> int:
     """Return how many blocks to allocate: what fits, but never more than all seats could fill.
@@ -39,7 +42,11 @@ def find_num_blocks(
     not even one block fits.
     """
     free_bytes = available_memory_bytes(device) or 0
-    share = fraction if fraction is not None else (GPU_FRACTION if device.type == "cuda" else CPU_FRACTION)
+    share = (
+        fraction
+        if fraction is not None
+        else (GPU_FRACTION if device_type(device) == "cuda" else CPU_FRACTION)
+    )
     usable = int(free_bytes * share) - _activation_bytes(geometry, demand) - _RESERVE_BYTES
     per_sequence = -(-demand.max_model_len // layout.block_size)
     fitting = layout.num_blocks_in(max(0, usable))

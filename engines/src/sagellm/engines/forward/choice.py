@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from sagellm.core import (
     get_logger,
 )
 from sagellm.engines.config.schema import AUTO
+from sagellm.engines.loading.device_and_dtype import device_type, dtype_name, torch_dtype
 from sagellm.engines.modules import Modules
 
 if TYPE_CHECKING:
@@ -45,12 +46,13 @@ def candidates(registry: PluginRegistry) -> list[str]:
 def refusals(
     registry: PluginRegistry,
     spec: ModelSpec,
-    device: torch.device,
+    device: str | torch.device,
     extra_features: Collection[str] = (),
 ) -> Iterator[tuple[str, str | None]]:
     """Yield each candidate with the reason why it cannot run a model, None if it finds none."""
     for name in candidates(registry):
         try:
+            _check_automatic(registry, name)
             _check(registry.resolve("forward_backend", name), spec, device, extra_features)
             yield name, None
         except (UnsupportedModelError, PluginError) as error:
@@ -62,6 +64,8 @@ def make_backend(
 ) -> ChosenBackend:
     """Build the configuration's forward backend; other arguments are as in its protocol.
 
+    But device and dtype may be names, and `attention` is None or a function that makes it: a backend that
+    takes arrays needs neither torch's objects nor an attention, and torch may not have been imported.
     `extra_features` is what the configuration needs beyond what the model does. Raises UnsupportedModelError,
     which names what is needed, if the backend cannot run the model.
     """
@@ -72,11 +76,13 @@ def make_backend(
     for each in chosen:
         name = each.name
         try:
+            if wanted == AUTO:
+                _check_automatic(modules.registry, name)
             factory = modules.registry.choose("forward_backend", each).factory
             if wanted == AUTO:
                 _check_device(factory, given["device"])
             _check_features(factory, spec, extra_features)
-            backend = modules.make("forward_backend", each, spec, *args, **given)
+            backend = modules.make("forward_backend", each, spec, *args, **_as_taken(factory, given))
         except _OtherDeviceError as error:
             refused[name] = str(error)
             continue
@@ -86,6 +92,8 @@ def make_backend(
             refused[name] = str(error)
             logger.warning("the forward backend %s is not used: %s", name, refused[name])
             continue
+        if "packed_cache" in given:
+            _tell_of_unused_cache(modules.registry, name)
         return ChosenBackend(backend=backend, name=name.removeprefix("sagellm-engines:"), refusals=refused)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     if wanted == AUTO:
@@ -99,19 +107,44 @@ def make_backend(
     )
 
 
+def _tell_of_unused_cache(registry: PluginRegistry, name: str) -> None:
+    if not registry.choose("forward_backend", name).takes("packed_cache"):
+        logger.warning("the forward backend %s keeps no packed weights: model.packed_cache is unused", name)
+
+
+def _as_taken(factory: object, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a factory as it takes them: names for one that takes arrays, else torch's."""
+    if getattr(factory, "takes_arrays", False):
+        names = {"device": str(given["device"]), "dtype": dtype_name(given["dtype"])}
+        return {**given, **names, "attention": None}
+    import torch
+
+    attention = given["attention"]
+    return {
+        **given,
+        "device": torch.device(given["device"]),
+        "dtype": torch_dtype(dtype_name(given["dtype"])),
+        "attention": None if attention is None else attention(),
+    }
+
+
 class _OtherDeviceError(UnsupportedModelError):
-    """A backend is for other devices, which is not worth a warning."""
+    """A backend is for other devices, or has to be named; neither is worth a warning."""
 
 
-def _check_device(factory: object, device: torch.device) -> None:
+def _check_automatic(registry: PluginRegistry, name: str) -> None:
+    if not registry.find("forward_backend", name).provider.is_automatic:
+        raise _OtherDeviceError("it has to be named")
+
+
+def _check_device(factory: object, device: str | torch.device) -> None:
     types = getattr(factory, "device_types", None)
-    if types is not None and device.type not in types:
-        raise _OtherDeviceError(
-            f"it is for {', '.join(sorted(types))}, not for {device.type}" if types else "it has to be named"
-        )
+    kind = device_type(device)
+    if types is not None and kind not in types:
+        raise _OtherDeviceError(f"it is for {', '.join(sorted(types))}, not for {kind}")
 
 
-def _check(factory: object, spec: ModelSpec, device: torch.device, extra: Collection[str]) -> None:
+def _check(factory: object, spec: ModelSpec, device: str | torch.device, extra: Collection[str]) -> None:
     _check_device(factory, device)
     _check_features(factory, spec, extra)
     check_model = getattr(factory, "check_model", None)  # functions have none

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from sagellm.accel.threads import num_threads, set_num_threads
 from sagellm.comm import read_cpu_limit
 from sagellm.core import get_logger
 from sagellm.engines.machine import FIXING_VARIABLES
@@ -75,7 +74,7 @@ def fixed_by(environment: Mapping[str, str]) -> str | None:
 
 
 class FreeCores:
-    """Lowers torch's number of threads during a step while other processes keep cores busy.
+    """Lowers the number of threads during a step while other processes keep cores busy.
 
     The number is restored at the end of the step, so it stays the user's own everywhere else, and is never
     raised. Reads the system at most ten times per second. For one thread at a time.
@@ -87,7 +86,7 @@ class FreeCores:
         self._next_s = 0.0 if self._last is None else self._last.at_s + _WINDOW_S
         self._num_cpus = len(os.sched_getaffinity(0)) if self._last is not None else 0
         self._limit = read_cpu_limit()
-        self._num_threads: int | None = None  # None: torch's own
+        self._num_threads: int | None = None  # None: the usual one
         self._has_told = False
         if self._last is not None:
             self._num_threads = free_threads(self._num_cpus, 0.0, self._limit)
@@ -95,17 +94,17 @@ class FreeCores:
     @contextmanager
     def during_step(self) -> Iterator[None]:
         """Run the block on the free cores."""
-        usual = torch.get_num_threads()
+        usual = num_threads()
         if self._last is not None and usual > 1:
             self._look(self._last)
         if self._num_threads is None or self._num_threads >= usual:
             yield
             return
-        torch.set_num_threads(self._num_threads)
+        set_num_threads(self._num_threads)
         try:
             yield
         finally:
-            torch.set_num_threads(usual)
+            set_num_threads(usual)
 
     def _look(self, last: CPUTime) -> None:
         started_s = time.perf_counter()

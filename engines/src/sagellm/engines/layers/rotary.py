@@ -34,7 +34,7 @@ class RotaryEmbedding:
         frequencies = rope_frequencies(rope)
         self.rotary_dim = rope.rotary_dim
         self.attention_factor = frequencies.attention_factor
-        self.inv_freq = frequencies.inv_freq.to(device)
+        self.inv_freq = torch.from_numpy(frequencies.inv_freq).to(device)
         self._cos = self._sin = torch.empty(0, rope.rotary_dim // 2, device=device)
 
     def tables(self, position_ids: torch.Tensor, num_positions: int, dtype: torch.dtype) -> RotaryTables:

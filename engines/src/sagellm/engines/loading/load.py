@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sagellm.core import (
     WHOLE,
@@ -23,7 +22,7 @@ from sagellm.core import (
     WeightSource,
 )
 from sagellm.engines.loading.checkpoint import CONFIG, SafetensorsFormat, check_tensors
-from sagellm.engines.loading.device_and_dtype import dtype_name, resolve_dtype
+from sagellm.engines.loading.device_and_dtype import resolve_dtype_name, torch_dtype
 from sagellm.engines.loading.format_and_family import (
     installed_families,
     installed_formats,
@@ -37,6 +36,8 @@ from sagellm.engines.loading.tokenizer import check_tokenizer, open_tokenizer
 from sagellm.engines.progress import Advance, progress_bar
 
 if TYPE_CHECKING:
+    import torch
+
     from sagellm.core.protocols.weight_form import CodedRows
     from sagellm.engines.config.sections import ModelConfig
     from sagellm.engines.text.tokenizer import Tokenizer
@@ -49,14 +50,14 @@ class OpenedModel:
     path: Path
     spec: ModelSpec
     weights: WeightSource
-    dtype: torch.dtype
+    dtype_name: str  # as configurations write it
     tokenizer: Tokenizer | None
     generation: GenerationDefaults
 
     @property
-    def dtype_name(self) -> str:
-        """The number format as configurations write it."""
-        return dtype_name(self.dtype)
+    def dtype(self) -> torch.dtype:
+        """The number format as torch has it."""
+        return torch_dtype(self.dtype_name)
 
     @property
     def files(self) -> set[Path]:
@@ -150,7 +151,7 @@ def open_checkpoint(
         path=path,
         spec=spec,
         weights=checkpoint.weights,
-        dtype=resolve_dtype(dtype, config),
+        dtype_name=resolve_dtype_name(dtype, config),
         tokenizer=tokenizer,
         generation=generation,
     )

@@ -167,3 +167,11 @@ class Decoder(CausalLM):
     def metrics(self) -> ModelMetrics:
         """Return the size of the model."""
         return self._metrics
+
+
+# One decoder serves all families; these are the names of its parts for Qwen3.
+Qwen3ForCausalLM = Decoder
+Qwen3Model = DecoderModel
+Qwen3DecoderLayer = DecoderLayer
+Qwen3Attention = DecoderAttention
+Qwen3MLP = DecoderMLP

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sagellm.accel.rope_scaling import rope_frequencies
 from sagellm.core import (
     AttentionSpec,
@@ -212,7 +214,7 @@ def _read_rope(hf: Any, head_dim: int) -> RopeSpec:
         )
         # Unknown kinds and missing or nonsensical numbers are errors now, not at the first step.
         frequencies = rope_frequencies(rope)
-        if not (frequencies.inv_freq.isfinite().all() and math.isfinite(frequencies.attention_factor)):
+        if not (np.isfinite(frequencies.inv_freq).all() and math.isfinite(frequencies.attention_factor)):
             raise ArithmeticError("a frequency is not finite")
     except SageLLMError:
         raise

@@ -6,23 +6,9 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 from sagellm.core import CheckpointError, HFConfig, ModelFamilyProtocol, ModelSpec
-from sagellm.engines.models.decoder import (
-    Decoder,
-    DecoderAttention,
-    DecoderLayer,
-    DecoderMLP,
-    DecoderModel,
-)
 from sagellm.engines.models.decoder_config import DECODER_ENTRIES, Entry, read_decoder_config
 from sagellm.engines.models.decoder_spec import DecoderTraits, decoder_spec, window_per_layer
 from sagellm.engines.models.hf_config import architecture_of, read_hf_config
-
-# One decoder serves all families; these are the names of its parts for Qwen3.
-Qwen3ForCausalLM = Decoder
-Qwen3Model = DecoderModel
-Qwen3DecoderLayer = DecoderLayer
-Qwen3Attention = DecoderAttention
-Qwen3MLP = DecoderMLP
 
 
 class DecoderFamily(ModelFamilyProtocol):

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
 from sagellm.core import (
     AttentionSpec,
     HFConfig,
@@ -22,8 +20,6 @@ from sagellm.core import (
 from sagellm.engines.models.decoder_spec import DERIVED, stored_name
 from sagellm.engines.models.hf_config import architecture_of, context_limit, read_hf_config
 from sagellm.engines.models.quiet import quiet_transformers
-from sagellm.engines.models.refusal import refuse_on_error
-from sagellm.engines.models.transformers_probe import probe_attention
 
 
 class TransformersFamily(ModelFamilyProtocol):
@@ -44,6 +40,8 @@ class TransformersFamily(ModelFamilyProtocol):
         Its tensors are those that transformers would save, plus tied copies in the checkpoint. Tensors that
         the class itself allows to be left over are ignored.
         """
+        from sagellm.engines.models.refusal import refuse_on_error
+
         with refuse_on_error("transformers' class cannot be examined"):
             return _spec(config, tensor_names)
 
@@ -65,6 +63,11 @@ def find_class(config: HFConfig) -> Any | None:
 
 
 def _spec(config: HFConfig, tensor_names: frozenset[str]) -> ModelSpec:
+    import torch
+
+    from sagellm.engines.models.refusal import refuse_on_error
+    from sagellm.engines.models.transformers_probe import probe_attention
+
     model_class: Any = find_class(config)
     hf = read_hf_config(config)
     text = hf.get_text_config()

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sagellm.core import UnsupportedModelError
-from sagellm.engines.sampling.filters import dropped_share
+from sagellm.engines.loading.device_and_dtype import device_type
+from sagellm.engines.sampling.mass_cut import dropped_share
 from sagellm.engines.sampling.params import SamplingParams
 
+if TYPE_CHECKING:
+    import torch
+
 Ints = npt.NDArray[np.int32]
+
+Logits: TypeAlias = "torch.Tensor | npt.NDArray[np.float32]"
+"""Logits (rows, vocab) as the forward backend returned them: an array of the host, or a tensor."""
 
 NO_ROWS: Ints = np.empty(0, np.int32)
 NO_OFFSETS: npt.NDArray[np.int64] = np.zeros(1, np.int64)
@@ -42,7 +48,7 @@ class Details:
     """What some rows of a draw ask for beside a token; None: no row does."""
 
     places: Ints | None = None  # (rows,) which row of the logits each draws from; None: one after the other
-    replaced: torch.Tensor | None = None  # (any, vocab) float32 logits to draw from instead
+    replaced: npt.NDArray[np.float32] | None = None  # (any, vocab) logits to draw from instead
     replaced_rows: Ints = field(default_factory=lambda: NO_ROWS)  # (rows,) which of those; -1: its own
     masks: npt.NDArray[np.uint32] | None = None  # (any, words) as in `TokenMasks`
     mask_rows: Ints = field(default_factory=lambda: NO_ROWS)  # (rows,) which of those; -1: none
@@ -59,7 +65,7 @@ class HostDraw(Protocol):
 
     def choose(
         self,
-        logits: torch.Tensor,
+        logits: Logits,
         settings: npt.NDArray[np.float64],
         keys: npt.NDArray[np.uint64],
         positions: npt.NDArray[np.uint64],
@@ -110,15 +116,16 @@ Filters = tuple[float, float, int, float]
 """A row's settings, but the number."""
 
 
-def device_draw(device: torch.device) -> HostDraw | DeviceDraw | None:
+def device_draw(device: str | torch.device) -> HostDraw | DeviceDraw | None:
     """Return the kernel that draws on a device; None: the sampler draws with torch alone."""
-    if device.type == "cuda":
+    kind = device_type(device)
+    if kind == "cuda":
         try:
             from sagellm.accel.cuda.sampling import TritonDraw
         except ImportError:  # without triton
             return None
         return TritonDraw()
-    return _native_draw() if device.type == "cpu" else None
+    return _native_draw() if kind == "cpu" else None
 
 
 def _native_draw() -> HostDraw | None:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-import numpy as np
 import torch
 
-from sagellm.engines.sampling.mass_cut import mass_cut
+from sagellm.engines.sampling.mass_cut import dropped_share, mass_cut
 from sagellm.engines.sampling.selection import kth_largest
 
 PerRow: TypeAlias = torch.Tensor | float
@@ -69,11 +68,6 @@ def apply_top_p_filtering(logits: torch.Tensor, top_p: PerRow) -> torch.Tensor:
         if cut.num_dropped:
             removed[place, (active[place] == cut.value).nonzero()[: cut.num_dropped, 0]] = True
     return _masked(logits, rows, removed.to(logits.device))
-
-
-def dropped_share(top_p: float) -> float:
-    """Return 1 - p, rounded to float32 as in transformers' comparison; negative if p filters nothing."""
-    return float(np.float32(1.0 - top_p)) if top_p < 1.0 else -1.0
 
 
 def _per_row(logits: torch.Tensor, setting: PerRow) -> torch.Tensor:

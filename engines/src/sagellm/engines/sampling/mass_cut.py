@@ -17,7 +17,12 @@ class Cut(NamedTuple):
     num_dropped: int
 
 
-def mass_cut(row: Floats, weights: Floats, dropped_share: float) -> Cut:
+def dropped_share(top_p: float) -> float:
+    """Return 1 - p, rounded to float32 as in transformers' comparison; negative if p filters nothing."""
+    return float(np.float32(1.0 - top_p)) if top_p < 1.0 else -1.0
+
+
+def mass_cut(row: Floats, weights: Floats, share: float) -> Cut:
     """Find the smallest entries of a row (vocab,) that together weigh at most a share of the whole.
 
     `weights` (vocab,) must be non-decreasing in the entries. Among equal entries, those with the lower ids
@@ -26,7 +31,7 @@ def mass_cut(row: Floats, weights: Floats, dropped_share: float) -> Cut:
     crosses the share. About 0.5 ms for 151,936 entries.
     """
     values, keys, mass = row, _ordered_bits(row), weights.astype(np.float64)
-    limit = dropped_share * float(mass.sum())
+    limit = share * float(mass.sum())
     below = 0.0
     for shift, bits in ((21, 11), (10, 11), (0, 10)):
         digits = (keys >> np.uint32(shift)) & np.uint32((1 << bits) - 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core import ConfigError, nearest
-from sagellm.engines.loading.device_and_dtype import DTYPES
+from sagellm.engines.loading.device_and_dtype import DTYPES, torch_dtype
 from sagellm.engines.models.quiet import quiet_transformers
 from sagellm.engines.testing.tokenizers import END_OF_TEXT, END_TURN, make_tokenizer
 
@@ -80,7 +80,7 @@ def make_checkpoint(
     end_of_text, end_turn = tokenizer.convert_tokens_to_ids([END_OF_TEXT, END_TURN])
     config = _make_config(family, values | {"pad_token_id": end_of_text, "eos_token_id": end_turn})
     with torch.inference_mode(), quiet_transformers(), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype)).eval()
         model.tie_weights()  # part of the initialization that was left out
         _randomize(model, torch.Generator().manual_seed(seed), sharpness)
     model.generation_config.update(do_sample=False, pad_token_id=end_of_text, eos_token_id=end_turn)

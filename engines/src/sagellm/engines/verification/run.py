@@ -10,7 +10,7 @@ import torch
 
 from sagellm.core import EngineError
 from sagellm.engines.forward.device_memory import available_memory_bytes
-from sagellm.engines.loading.device_and_dtype import DTYPES, resolve_device
+from sagellm.engines.loading.device_and_dtype import resolve_device, torch_dtype
 from sagellm.engines.loading.source import resolve_source
 from sagellm.engines.progress import progress_bar
 from sagellm.engines.sampling.params import SamplingParams
@@ -66,7 +66,7 @@ def reference_of(answers: Answers, warn: Callable[[str], None]) -> Reference:
     process. Raises what `Reference` does.
     """
     model = answers.config.model
-    device, dtype = resolve_device(model.device), DTYPES[model.dtype]
+    device, dtype = resolve_device(model.device), torch_dtype(model.dtype)
     path = resolve_source(model.name, revision=model.revision)
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ from typing import Any
 
 from sagellm.core import ForwardBackendProtocol, LogitsProcessorProtocol
 from sagellm.engines.engine_core.building import CorePlan
-from sagellm.engines.loading.device_and_dtype import resolve_device
+from sagellm.engines.loading.device_and_dtype import device_name
 from sagellm.engines.modules import extra_args
 from sagellm.engines.sampling import draws
 from sagellm.engines.sampling.sampler import Sampler
@@ -27,8 +27,15 @@ def build_worker(
     """Allocate the KV of a backend and build the worker around it. Raises OutOfMemoryError."""
     modules, layout = plan.modules, plan.layout
     config = modules.config
-    device = resolve_device(config.model.device)
-    runner = ModelRunner(backend, [layout], device=device, geometry=plan.geometry)
+    device = device_name(config.model.device)
+    draw = draws.device_draw(device)
+    runner = ModelRunner(
+        backend,
+        [layout],
+        device=device,
+        geometry=plan.geometry,
+        has_arrays=backend.takes_arrays and isinstance(draw, draws.HostDraw),
+    )
     runner.initialize_kv_caches([plan.num_blocks])
     sampler = Sampler(
         processors.values(),
@@ -43,6 +50,6 @@ def build_worker(
         state,
         graphs=graphs,
         around=around_step,
-        draw=draws.device_draw(runner.device),
+        draw=draw,
         buffers=plan.buffers,
     )

@@ -5,19 +5,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sagellm.core import EngineError, StepInput, StepOutput
 from sagellm.core.protocols.engine import PromptScores, SampledToken
 from sagellm.core.protocols.step import Runs, TokenMasks
+from sagellm.engines.sampling.draws import Logits
 from sagellm.engines.sampling.rows import BadLogitsError
 from sagellm.engines.worker.masks import masks_at
 from sagellm.engines.worker.row_draws import Drawn, RowDraw
 from sagellm.engines.worker.sampled import Places, Sampled, sampled_positions
 from sagellm.engines.worker.seat_state import SeatState
+
+if TYPE_CHECKING:
+    import torch
+
+
+Hidden: TypeAlias = "torch.Tensor | npt.NDArray[np.float32]"
+"""Hidden states (rows, hidden_size), of the kind that the logits are."""
+
+Ids: TypeAlias = "torch.Tensor | npt.NDArray[np.generic]"
 
 
 @dataclass(slots=True, eq=False)
@@ -27,9 +37,9 @@ class LaunchedStep:
     step: StepInput
     sampled: Sampled
     scores: Mapping[int, PromptScores]
-    hidden: torch.Tensor | None  # (positions of its `hidden_rows`, hidden_size)
+    hidden: Hidden | None  # (positions of its `hidden_rows`, hidden_size)
     waiting: Places | None = None  # positions that wait for masks
-    logits: torch.Tensor | None = None  # while some do
+    logits: Logits | None = None  # while some do
     tokens: npt.NDArray[np.integer] | None = None  # (positions,) once they are on the host
     logprobs: dict[int, SampledToken] = field(default_factory=dict)  # by position
     output: StepOutput | None = None
@@ -43,16 +53,16 @@ class StepDraws(ABC):
     """
 
     @abstractmethod
-    def fill_in(self, step: StepInput, input_ids: torch.Tensor) -> None:
+    def fill_in(self, step: StepInput, input_ids: Ids) -> None:
         """Write tokens that the host does not have yet into a step's input (tokens,)."""
 
     @abstractmethod
     def launch(
         self,
         step: StepInput,
-        logits: torch.Tensor,
+        logits: Logits,
         scores: Mapping[int, PromptScores],
-        hidden: torch.Tensor | None,
+        hidden: Hidden | None,
     ) -> LaunchedStep:
         """Draw at all sampled positions whose rows do not wait for masks, from logits (positions, vocab).
 
@@ -74,15 +84,15 @@ class HostTokens(StepDraws):
     def __init__(self, draw: RowDraw, state: SeatState) -> None:
         self._draw, self._state = draw, state
 
-    def fill_in(self, step: StepInput, input_ids: torch.Tensor) -> None:
+    def fill_in(self, step: StepInput, input_ids: Ids) -> None:
         """Do nothing: the host has all tokens."""
 
     def launch(
         self,
         step: StepInput,
-        logits: torch.Tensor,
+        logits: Logits,
         scores: Mapping[int, PromptScores],
-        hidden: torch.Tensor | None,
+        hidden: Hidden | None,
     ) -> LaunchedStep:
         """Draw the rows that do not wait for masks."""
         launched = LaunchedStep(step, sampled_positions(step), scores, hidden)
@@ -163,11 +173,11 @@ def output_of(
 
 
 def _hidden_by_row(
-    launched: LaunchedStep, hidden: torch.Tensor, is_kept: npt.NDArray[np.bool_] | None
+    launched: LaunchedStep, hidden: Hidden, is_kept: npt.NDArray[np.bool_] | None
 ) -> dict[int, npt.NDArray[np.float32]]:
     """Return the hidden states (tokens, hidden_size) of the positions that count, by row."""
     assert launched.step.hidden_rows is not None, "some rows want hidden states"
-    rows, states = launched.sampled.rows, hidden.cpu().numpy()
+    rows, states = launched.sampled.rows, hidden if isinstance(hidden, np.ndarray) else hidden.cpu().numpy()
     is_asked = launched.step.hidden_rows[rows]
     if is_kept is not None:
         states = states[is_kept[is_asked]]

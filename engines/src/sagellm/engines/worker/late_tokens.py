@@ -14,13 +14,14 @@ import torch
 from sagellm.core import EngineError, StepInput, StepOutput
 from sagellm.core.protocols.engine import PromptScores, SampledToken
 from sagellm.core.protocols.step import TokenMasks
-from sagellm.engines.sampling.draws import DeviceDraw
+from sagellm.engines.sampling.draws import DeviceDraw, Logits
 from sagellm.engines.sampling.inverse_cdf import padded
-from sagellm.engines.sampling.logprobs import token_logprobs, with_logprobs
+from sagellm.engines.sampling.logprobs import with_logprobs
 from sagellm.engines.sampling.random import numbers_of
 from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.sampling.token_logprobs import token_logprobs
 from sagellm.engines.worker.device_changes import DeviceCounts, PenalisedRow, PlannedChanges, upload
-from sagellm.engines.worker.host_tokens import LaunchedStep, StepDraws, output_of
+from sagellm.engines.worker.host_tokens import Hidden, Ids, LaunchedStep, StepDraws, output_of
 from sagellm.engines.worker.masks import Words, masks_at
 from sagellm.engines.worker.sampled import Ints, Places, Sampled, sampled_positions
 from sagellm.engines.worker.seat_draws import RowSettings, SeatDraws, Seats
@@ -62,12 +63,13 @@ class LateTokens(StepDraws):
         self._generation = np.full(num_seats, -1, np.int64)  # for which this holds
         self._in_flight: deque[LateStep] = deque()
 
-    def fill_in(self, step: StepInput, input_ids: torch.Tensor) -> None:
+    def fill_in(self, step: StepInput, input_ids: Ids) -> None:
         """Write the tokens that the host does not have yet into a step's input (tokens,)."""
         rows = np.flatnonzero(self._is_late(step.seats)) if self._in_flight else ()
         if not len(rows):
             return
         assert self._last is not None, "a token in flight is on the device"
+        assert isinstance(input_ids, torch.Tensor), "arrays are drawn from on the host"
         # A row whose last token is in flight computes that token first, and then its drafts.
         firsts = np.cumsum(step.num_new, dtype=np.int64) - step.num_new
         placed = np.stack((firsts[rows], step.seats[rows].astype(np.int64)))
@@ -81,19 +83,20 @@ class LateTokens(StepDraws):
     def launch(
         self,
         step: StepInput,
-        logits: torch.Tensor,
+        logits: Logits,
         scores: Mapping[int, PromptScores],
-        hidden: torch.Tensor | None,
+        hidden: Hidden | None,
     ) -> LateStep:
         """Draw the rows that do not wait for masks, for the next step and, later, for the host.
 
         The logits may be changed in place.
         """
+        assert isinstance(logits, torch.Tensor), "arrays are drawn from on the host"
         if self._last is None:
             self._last = torch.zeros(len(self._step_of), dtype=torch.int64, device=logits.device)
         sampled = sampled_positions(step)
         generations = self._state.generation[sampled.seats]
-        if hidden is not None and hidden.is_cuda:
+        if isinstance(hidden, torch.Tensor) and hidden.is_cuda:
             hidden = _to_host(hidden)  # it has arrived when the tokens have, which are sent later
         launched = LateStep(step, sampled, scores, hidden, generations=generations)
         if step.late_masks is None:
@@ -108,7 +111,7 @@ class LateTokens(StepDraws):
     def add_masks(self, launched: LaunchedStep, masks: TokenMasks) -> None:
         """Draw the rows that waited."""
         assert isinstance(launched, LateStep), "it launched the step"
-        assert launched.logits is not None, "logits stay while rows wait"
+        assert isinstance(launched.logits, torch.Tensor), "logits stay while rows wait"
         self._draw_some(launched, launched.waiting, launched.logits, masks)
         launched.waiting = launched.logits = None
 

@@ -1,18 +1,22 @@
-"""Turns the rows of a step into tensors and tensors into logits."""
+"""Turns the rows of a step into the input of a forward backend, and runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sagellm.core import EngineError, ForwardBackendProtocol, InputBatch, KVLayout, ModelGeometry, StepInput
-from sagellm.core.protocols.attention import HiddenStates, KVTables
+from sagellm.core.protocols.attention import HiddenRows, HiddenStates, HostBatch, KVTables
 from sagellm.engines.forward.device_memory import check_room
+from sagellm.engines.sampling.draws import Logits
 from sagellm.engines.worker.seat_state import SeatState
 from sagellm.engines.worker.work import WorkMeter
+
+if TYPE_CHECKING:
+    import torch
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -22,7 +26,8 @@ class ModelRunner:
     """Builds the flat input of a step and runs the forward backend on it.
 
     There is a layout for each KV group, all of one block size. Without `geometry`, no step may want hidden
-    states.
+    states. With `has_arrays`, of a backend that takes them, input and logits are arrays instead of tensors on
+    the `device`.
     """
 
     def __init__(
@@ -30,14 +35,16 @@ class ModelRunner:
         backend: ForwardBackendProtocol,
         layouts: Seq[KVLayout],
         *,
-        device: torch.device,
+        device: str | torch.device,
         geometry: ModelGeometry | None = None,
+        has_arrays: bool = False,
     ) -> None:
         self.backend, self._geometry = backend, geometry
         self._block_size = layouts[0].block_size
         self.layouts = layouts
         self.device = device
-        self._is_on_host = device.type == "cpu"
+        self._batch: type[InputBatch] | type[HostBatch] = HostBatch if has_arrays else InputBatch
+        self._taken: Callable[[Longs], Any] = _itself if has_arrays else _as_tensor(device)
         self.work = WorkMeter()
         self._counted: Longs = np.arange(0)
 
@@ -46,7 +53,7 @@ class ModelRunner:
         check_room(self.layouts, num_blocks, self.device)
         self.backend.initialize_kv_caches(self.layouts, num_blocks)
 
-    def prepare_inputs(self, step: StepInput, state: SeatState) -> InputBatch:
+    def prepare_inputs(self, step: StepInput, state: SeatState) -> InputBatch | HostBatch:
         """Concatenate the tokens of all rows.
 
         Logits are requested at the last known token and the drafts of each sampled row, and after these at
@@ -65,25 +72,25 @@ class ModelRunner:
         last_blocks = last // self._block_size
         first, *more = (
             KVTables(
-                self._tensor(table[seat_of, blocks] * np.int64(self._block_size) + offsets),
-                self._tensor(self._used(table, seats, last_blocks)),
+                self._taken(table[seat_of, blocks] * np.int64(self._block_size) + offsets),
+                self._taken(self._used(table, seats, last_blocks)),
             )
             for table in state.tables
         )
         wanted = _wanted(step)
-        return InputBatch(
-            input_ids=self._tensor(state.tokens[seat_of, positions].astype(np.int64)),
-            position_ids=self._tensor(positions),
+        return self._batch(
+            input_ids=self._taken(state.tokens[seat_of, positions].astype(np.int64)),
+            position_ids=self._taken(positions),
             slot_mapping=first.slot_mapping,
             block_tables=first.block_tables,
             query_lens=num_new.tolist(),
             seq_lens=(last + 1).tolist(),
-            logits_indices=self._tensor(wanted),
+            logits_indices=self._taken(wanted),
             more_tables=more,
             hidden=None if step.hidden_rows is None else self._hidden(step, step.hidden_rows, wanted),
         )
 
-    def _hidden(self, step: StepInput, is_asked: npt.NDArray[np.bool_], wanted: Longs) -> HiddenStates:
+    def _hidden(self, step: StepInput, is_asked: npt.NDArray[np.bool_], wanted: Longs) -> Any:
         """Ask for what the head is given at the sampled positions of some rows."""
         if self._geometry is None:
             raise EngineError("a step wants hidden states, and the model runner was made without a geometry")
@@ -92,11 +99,13 @@ class ModelRunner:
             is_asked = is_asked.repeat(step.drafts.counts[step.is_sampled] + 1)
         indices = wanted[: len(is_asked)][is_asked]
         shape = (1, len(indices), self._geometry.hidden_size)
-        return HiddenStates(
-            layers=(self._geometry.num_layers,),
-            indices=self._tensor(indices),
-            values=torch.empty(shape, dtype=torch.float32, device=self.device),
-        )
+        layers = (self._geometry.num_layers,)
+        if self._batch is HostBatch:
+            return HiddenRows(layers=layers, indices=indices, values=np.empty(shape, np.float32))
+        import torch
+
+        values = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return HiddenStates(layers=layers, indices=self._taken(indices), values=values)
 
     def _used(self, table: Ints, seats: Ints, last_blocks: Longs) -> Longs:
         """Return the blocks of each row up to its last one; others are 0."""
@@ -112,19 +121,29 @@ class ModelRunner:
             self._counted = np.arange(2 * count)
         return self._counted[:count]
 
-    def execute_model(self, batch: InputBatch) -> torch.Tensor:
+    def execute_model(self, batch: InputBatch | HostBatch) -> Logits:
         """Run the forward pass; returns float32 logits (sampled and scored positions, vocab)."""
-        logits = self.backend.forward(batch)
+        forward: Callable[..., Logits] = self.backend.forward
+        logits = forward(batch)
         self.work.add(batch)
         return logits
 
-    def _tensor(self, values: Longs) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        if self._is_on_host:
-            return tensor
-        if self.device.type == "cuda":
-            tensor = tensor.pin_memory()  # copied from pageable memory, it would wait for steps in flight
-        return tensor.to(self.device, non_blocking=True)
+
+def _itself(values: Longs) -> Longs:
+    return values
+
+
+def _as_tensor(device: str | torch.device) -> Callable[[Longs], torch.Tensor]:
+    """Return what copies an array to a device without waiting for what runs there."""
+    import torch
+
+    target = torch.device(device)
+    if target.type == "cpu":
+        return torch.from_numpy
+    if target.type != "cuda":
+        return lambda values: torch.from_numpy(values).to(target, non_blocking=True)
+    # Copied from pageable memory, it would wait for steps in flight.
+    return lambda values: torch.from_numpy(values).pin_memory().to(target, non_blocking=True)
 
 
 def _wanted(step: StepInput) -> Longs:

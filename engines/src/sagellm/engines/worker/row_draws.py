@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sagellm.core.protocols.engine import SampledToken
-from sagellm.engines.sampling.draws import Details, Edits, HostDraw, joined
+from sagellm.engines.sampling.draws import Details, Edits, HostDraw, Logits, joined
 from sagellm.engines.sampling.logprobs import width, with_logprobs
 from sagellm.engines.sampling.rows import BadLogitsError
 from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.worker.masks import Words
 from sagellm.engines.worker.sampled import Places, Sampled
 from sagellm.engines.worker.seat_draws import SeatDraws
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Drawn(NamedTuple):
@@ -25,11 +27,20 @@ class Drawn(NamedTuple):
     logprobs: dict[int, SampledToken]  # of the positions that ask for them, by place
 
 
+def as_tensor(logits: Logits) -> torch.Tensor:
+    """Return logits as torch takes them, without a copy."""
+    if not isinstance(logits, np.ndarray):
+        return logits
+    import torch
+
+    return torch.from_numpy(logits)
+
+
 class RowDraw(Protocol):
     """Draws a token at each of some positions."""
 
     def __call__(
-        self, logits: torch.Tensor, which: Places | None, sampled: Sampled, masks: dict[int, Words]
+        self, logits: Logits, which: Places | None, sampled: Sampled, masks: dict[int, Words]
     ) -> Drawn:
         """Draw from logits (positions of the step, vocab), which stay as they are.
 
@@ -45,19 +56,19 @@ class SamplerDraw:
         self._sampler, self._draws = sampler, draws
 
     def __call__(
-        self, logits: torch.Tensor, which: Places | None, sampled: Sampled, masks: dict[int, Words]
+        self, logits: Logits, which: Places | None, sampled: Sampled, masks: dict[int, Words]
     ) -> Drawn:
         """Draw row by row of the sampler's table."""
-        rows = self._draws.rows(sampled, masks)
+        rows, scores = self._draws.rows(sampled, masks), as_tensor(logits)
         if which is not None:
-            logits = logits[torch.from_numpy(which).to(logits.device)]
+            scores = scores[which]
         tokens = np.full(len(rows), -1, np.int64)
         good = list(range(len(rows)))
         try:
-            found = self._sampler.sample(logits, rows)
+            found = self._sampler.sample(scores, rows)
         except BadLogitsError as error:  # what follows a refused draft may be one
             good = [place for place in good if place not in error.rows]
-            found = self._sampler.sample(logits[good], [rows[place] for place in good])
+            found = self._sampler.sample(scores[good], [rows[place] for place in good])
         tokens[good] = [each.token_id for each in found]
         return Drawn(
             tokens, {p: each for p, each in zip(good, found, strict=True) if each.logprob is not None}
@@ -71,7 +82,7 @@ class KernelDraw:
         self._kernel, self._sampler, self._draws = kernel, sampler, draws
 
     def __call__(
-        self, logits: torch.Tensor, which: Places | None, sampled: Sampled, masks: dict[int, Words]
+        self, logits: Logits, which: Places | None, sampled: Sampled, masks: dict[int, Words]
     ) -> Drawn:
         """Draw with the settings of the seats."""
         draws, seats = self._draws, sampled.seats
@@ -96,7 +107,7 @@ class KernelDraw:
         )
 
     def _details(
-        self, logits: torch.Tensor, which: Places | None, sampled: Sampled, masks: dict[int, Words]
+        self, logits: Logits, which: Places | None, sampled: Sampled, masks: dict[int, Words]
     ) -> Details:
         details = Details(places=None if which is None else which.astype(np.int32))
         has_plugins = self._draws.has_plugins.take(sampled.seats)
@@ -109,11 +120,12 @@ class KernelDraw:
             details.mask_rows[list(masks)] = np.arange(len(masks))
         return details
 
-    def _replace(self, details: Details, logits: torch.Tensor, some: Places, sampled: Sampled) -> None:
+    def _replace(self, details: Details, logits: Logits, some: Places, sampled: Sampled) -> None:
         """Have processors that need torch change copies of their own rows."""
         rows = self._draws.rows(sampled.take(some), {})
         places = some if details.places is None else details.places[some]
-        details.replaced = self._sampler.changed(logits.float(), places.tolist(), rows)
+        changed = self._sampler.changed(as_tensor(logits).float(), places.tolist(), rows)
+        details.replaced = changed.numpy()
         details.replaced_rows = np.full(len(sampled.seats), -1, np.int32)
         details.replaced_rows[some] = np.arange(len(some))
 

@@ -11,11 +11,11 @@ import numpy.typing as npt
 from sagellm.core import EMPTY, LogitsRequest
 from sagellm.core.protocols.step import SeatArrival
 from sagellm.engines.sampling.draws import Edits, filters_of
-from sagellm.engines.sampling.penalties import SequencePenalties
 from sagellm.engines.sampling.processors.counting import SparseProcessor
 from sagellm.engines.sampling.random import key_of
 from sagellm.engines.sampling.rows import LogitsStates, SamplingRow
 from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.sampling.sequence_penalties import SequencePenalties
 from sagellm.engines.worker.masks import Words
 from sagellm.engines.worker.sampled import Sampled
 from sagellm.engines.worker.seat_state import SeatState

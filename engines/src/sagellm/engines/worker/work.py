@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sagellm.core import InputBatch, KVLayout, ModelGeometry
+from sagellm.core.protocols.attention import HostBatch
 from sagellm.engines.metrics.flops import attention_flops, layer_flops, logits_flops
 
 
@@ -38,7 +39,7 @@ class WorkMeter:
         self._num_context_tokens = 0  # for each token, those before it and itself
         self._num_kv_tokens = 0  # for each sequence of a step, all its tokens
 
-    def add(self, batch: InputBatch) -> None:
+    def add(self, batch: InputBatch | HostBatch) -> None:
         """Count a step that was computed."""
         queries, contexts = batch.query_lens, batch.seq_lens
         num_tokens, num_kv_tokens = sum(queries), sum(contexts)
@@ -50,7 +51,7 @@ class WorkMeter:
         self._num_tokens += num_tokens
         self._num_kv_tokens += num_kv_tokens
         self._num_context_tokens += num_context_tokens
-        self._num_logits_rows += batch.logits_indices.shape[0]
+        self._num_logits_rows += len(batch.logits_indices)
 
     def metrics(self, geometry: ModelGeometry, layout: KVLayout, weight_bytes: int) -> WorkMetrics:
         """Return the counts so far, for a model of this shape."""

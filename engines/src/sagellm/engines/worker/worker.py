@@ -6,17 +6,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-import torch
-
 from sagellm.core import EngineError, StepInput, StepOutput
 from sagellm.core.plugins.failure import contained
 from sagellm.core.protocols.engine import PromptScores
 from sagellm.core.protocols.step import CopyBlocks, HostBuffers, KVOp, ReadBlocks, Runs, TokenMasks
-from sagellm.engines.sampling.draws import DeviceDraw, HostDraw
+from sagellm.engines.sampling.draws import DeviceDraw, HostDraw, Logits
 from sagellm.engines.sampling.sampler import Sampler
 from sagellm.engines.worker.host_tokens import HostTokens, LaunchedStep, StepDraws
 from sagellm.engines.worker.model_runner import ModelRunner
-from sagellm.engines.worker.row_draws import KernelDraw, SamplerDraw
+from sagellm.engines.worker.row_draws import KernelDraw, SamplerDraw, as_tensor
 from sagellm.engines.worker.seat_draws import SeatDraws
 from sagellm.engines.worker.seat_state import SeatState
 from sagellm.engines.worker.step_graphs import StepGraphs
@@ -121,13 +119,13 @@ class Worker:
         else:
             backend.write_blocks(operation.block_ids, self._buffers.views(operation.data))
 
-    def _score(self, step: StepInput, logits: torch.Tensor) -> dict[int, PromptScores]:
+    def _score(self, step: StepInput, logits: Logits) -> dict[int, PromptScores]:
         scores: dict[int, PromptScores] = {}
         begin = 0
         for row, start, stop, num_top in ((e.row, e.start, e.stop, e.num_top) for e in step.scored):
             end = begin + stop - start
             token_ids = self._state.tokens[step.seats[row], start + 1 : stop + 1].tolist()
-            scores[row] = self.sampler.score(logits[begin:end], token_ids, num_top)
+            scores[row] = self.sampler.score(as_tensor(logits[begin:end]), token_ids, num_top)
             begin = end
         return scores
 

@@ -9,7 +9,7 @@ from sagellm.engines.cli.doctor.report import ExaminationContext, Section
 def examine_model(context: ExaminationContext) -> Section:
     """Read config and headers of the configured model, if it is on this machine, and ask the backends."""
     from sagellm.engines.forward.choice import refusals
-    from sagellm.engines.loading.device_and_dtype import resolve_device
+    from sagellm.engines.loading.device_and_dtype import device_name
     from sagellm.engines.loading.format_and_family import (
         installed_families,
         installed_formats,
@@ -32,6 +32,6 @@ def examine_model(context: ExaminationContext) -> Section:
     section.facts["architecture"] = spec.architecture
     section.facts["needs"] = sorted(spec.features)
     section.facts["weights"] = stored_forms(checkpoint.weights)
-    for name, reason in refusals(context.registry, spec, resolve_device(settings.device)):
+    for name, reason in refusals(context.registry, spec, device_name(settings.device)):
         section.facts[f"forward backend {name}"] = f"not usable: {reason}" if reason else "runs it"
     return section

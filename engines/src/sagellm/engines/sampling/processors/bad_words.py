@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from sagellm.core import LogitsRequest, LogitsRow
 from sagellm.engines.sampling.draws import Edits, Ints, edits_of, joined
-from sagellm.engines.sampling.processors.counting import SparseProcessor, as_tensor, forbid
+from sagellm.engines.sampling.processors.counting import Longs, SparseProcessor, as_array
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Words(NamedTuple):
     """The words of one sequence. The longer ones are the request's own: they may have 100,000 tokens."""
 
-    single: torch.Tensor  # words of one token
+    single: Longs  # words of one token
     longer: tuple[tuple[int, ...], ...]
     edits: Edits  # of the single ones
 
@@ -30,7 +31,7 @@ class BadWords(SparseProcessor[Words]):
         words = request.bad_words_token_ids
         if not words:
             return None
-        single = as_tensor([word[0] for word in words if len(word) == 1])
+        single = as_array([word[0] for word in words if len(word) == 1])
         return Words(single, tuple(word for word in words if len(word) > 1), edits_of(single.tolist()))
 
     def needs_output(self, state: Words) -> bool:
@@ -42,13 +43,15 @@ class BadWords(SparseProcessor[Words]):
         return joined((state.edits, edits_of(last))) if last else state.edits
 
     def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[Words]]) -> None:
+        from sagellm.engines.sampling.processors.cells import forbid
+
         places, token_ids = [], []
         for row, words, output_token_ids in rows:
             places.append(row)
             token_ids.append(words.single)
             if last := _last_of_begun(words, output_token_ids):
                 places.append(row)
-                token_ids.append(as_tensor(last))
+                token_ids.append(as_array(last))
         forbid(logits, places, token_ids)
 
 

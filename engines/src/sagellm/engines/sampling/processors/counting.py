@@ -1,19 +1,22 @@
-"""What our processors share: counting, writing single cells, and what a kernel does in their place."""
+"""What our processors share: counting, and what a kernel does in their place."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sagellm.core import LogitsProcessorMetrics, LogitsProcessorProtocol, LogitsRequest, LogitsRow
 from sagellm.engines.sampling.draws import Edits, Ints
 
+if TYPE_CHECKING:
+    import torch
+
+Longs = npt.NDArray[np.int64]
 State = TypeVar("State")
 
 
@@ -69,22 +72,6 @@ class SparseProcessor(CountingProcessor[State]):
         return None
 
 
-def as_tensor(token_ids: Collection[int]) -> torch.Tensor:
-    """Return token ids as a tensor, five times as fast as `torch.tensor`."""
-    return torch.from_numpy(np.fromiter(token_ids, np.int64, len(token_ids)))
-
-
-def cells(rows: Sequence[int], token_ids: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the places of tokens in logits, (2, places): of each row, its own token ids.
-
-    Without a Python object per place, of which a batch may have hundreds of thousands.
-    """
-    sizes = torch.tensor([len(each) for each in token_ids])
-    return torch.stack((torch.tensor(rows).repeat_interleave(sizes), torch.cat(list(token_ids)))).to(device)
-
-
-def forbid(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[torch.Tensor]) -> None:
-    """Write -inf to the logits of each row's token ids."""
-    if rows:
-        where = cells(rows, token_ids, logits.device)
-        logits[where[0], where[1]] = -torch.inf
+def as_array(token_ids: Collection[int]) -> Longs:
+    """Return token ids as an array."""
+    return np.fromiter(token_ids, np.int64, len(token_ids))

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from sagellm.core import LogitsRequest, LogitsRow
 from sagellm.engines.sampling.draws import Edits, Ints, edits_of
-from sagellm.engines.sampling.processors.counting import SparseProcessor, as_tensor, cells
+from sagellm.engines.sampling.processors.counting import Longs, SparseProcessor, as_array
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Bias(NamedTuple):
     """What is added to the logits of tokens."""
 
-    token_ids: torch.Tensor
-    values: torch.Tensor
+    token_ids: Longs
+    values: npt.NDArray[np.float32]
     edits: Edits
 
 
@@ -28,13 +31,17 @@ class LogitBias(SparseProcessor[Bias]):
         bias = request.logit_bias
         if not bias:
             return None
-        values = torch.from_numpy(np.fromiter(bias.values(), np.float32, len(bias)))
-        return Bias(as_tensor(bias.keys()), values, edits_of(bias.keys(), values.numpy()))
+        values = np.fromiter(bias.values(), np.float32, len(bias))
+        return Bias(as_array(bias.keys()), values, edits_of(bias.keys(), values))
 
     def _edits(self, state: Bias, output_token_ids: Ints) -> Edits:
         return state.edits
 
     def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[Bias]]) -> None:
+        import torch
+
+        from sagellm.engines.sampling.processors.cells import cells
+
         where = cells([row.row for row in rows], [row.state.token_ids for row in rows], logits.device)
-        values = torch.cat([row.state.values for row in rows])
+        values = torch.from_numpy(np.concatenate([row.state.values for row in rows]))
         logits[where[0], where[1]] += values.to(logits)  # no cell occurs twice

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from sagellm.core import LogitsRequest, LogitsRow
 from sagellm.engines.sampling.draws import Edits, Ints, edits_of
-from sagellm.engines.sampling.processors.counting import SparseProcessor, as_tensor, forbid
+from sagellm.engines.sampling.processors.counting import Longs, SparseProcessor, as_array
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Minimum(NamedTuple):
     """How many tokens must come first, and which cannot be chosen until then."""
 
     num_tokens: int
-    stop_token_ids: torch.Tensor
+    stop_token_ids: Longs
     edits: Edits
 
 
@@ -28,11 +29,13 @@ class MinTokens(SparseProcessor[Minimum]):
         token_ids = [token for token in request.stop_token_ids if token < self._vocab_size]
         if not request.min_tokens or not token_ids:
             return None
-        return Minimum(request.min_tokens, as_tensor(token_ids), edits_of(token_ids))
+        return Minimum(request.min_tokens, as_array(token_ids), edits_of(token_ids))
 
     def _edits(self, state: Minimum, output_token_ids: Ints) -> Edits | None:
         return state.edits if len(output_token_ids) < state.num_tokens else None
 
     def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow[Minimum]]) -> None:
+        from sagellm.engines.sampling.processors.cells import forbid
+
         early = [each for each in rows if len(each.output_token_ids) < each.state.num_tokens]
         forbid(logits, [each.row for each in early], [each.state.stop_token_ids for each in early])
