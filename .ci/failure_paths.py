@@ -351,11 +351,11 @@ def accel() -> None:
     """Weights are wrong; no GPU, no triton, no such variant of the native library."""
     import torch
 
-    from sagellm.accel import Int4Quantizer, Int8Quantizer, MagnitudeSparsifier
+    from sagellm.accel import FP8Quantizer, Int4Quantizer, Int8Quantizer, MagnitudeSparsifier
     from sagellm.accel.cuda.support import check_machine
     from sagellm.accel.native.library import best_or_named
 
-    for quantizer in (Int8Quantizer(), Int4Quantizer()):
+    for quantizer in (Int8Quantizer(), Int4Quantizer(asymmetric=True), FP8Quantizer()):
         expect(InvalidInputError, "NaN", quantizer.quantize, torch.full((128, 128), torch.nan))
     expect(
         InvalidInputError,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sagellm.core import ConfigError, ProviderSpec, QuantizationGranularity
+from sagellm.core import ConfigError, ProviderSpec, QuantizationGranularity, UnsupportedModelError
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.cli.sampling_flags import SAMPLING_NAMES
 from sagellm.engines.sampling.params import PARAMETERS
@@ -87,6 +87,29 @@ def test_a_pass_and_a_quantizer_get_their_options(make_engine, made):
     (config, seed), *passes = made
     assert (config.granularity, config.group_size, seed) == (QuantizationGranularity.PER_GROUP, 8, 7)
     assert [(each.text, each.ageing_s) for each in passes] == [("first", 30.0), ("second", 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "least", "most"),
+    [
+        ("fp8", 8.0, 16.0),
+        ("fp8_e5m2", 2048.0, 4096.0),
+        ("int8{asymmetric=true}", 0.45, 0.5 + 1e-4),
+        ("int4{asymmetric=true, search_scales=false, group_size=8}", 0.45, 0.5 + 1e-4),
+    ],
+)
+def test_what_native_does_not_make_runs_with_torch(make_engine, quantization, least, most):
+    prompt, params = [[5, 6, 7, 8, 9]], SamplingParams(max_tokens=2, temperature=0)
+    with make_engine(quantization=quantization) as engine:
+        metrics = engine.metrics().modules["quantizer"]
+        assert least < metrics.max_error_steps <= most
+        assert metrics.quantized_bytes < metrics.original_bytes / 2
+        assert engine.config.forward.backend.name.endswith("torch")
+        tokens = engine.generate(prompt, params)[0].outputs[0].token_ids
+    with make_engine(quantization=quantization, forward_backend="torch") as engine:
+        assert engine.generate(prompt, params)[0].outputs[0].token_ids == tokens
+    with pytest.raises(UnsupportedModelError, match="symmetric int8 with a scale for each output"):
+        make_engine(quantization=quantization, forward_backend="native")
 
 
 def test_options_of_int4_reach_it_and_leave_its_groups(make_engine):

@@ -82,7 +82,7 @@ def form_of(quantizer: QuantizerProtocol, num_inputs: int) -> IntegerForm:
     if form is None or form.bits not in _INTEGERS or (form.bits == 4) != bool(form.group_size):
         raise UnsupportedModelError(
             f"it cannot make the weights of the quantizer {type(quantizer).__name__} as it is configured; it "
-            f"makes int8 with a scale for each output, and int4 with a scale for each group"
+            "makes symmetric int8 with a scale for each output, and symmetric int4 with one for each group"
         )
     if form.group_size and num_inputs % form.group_size:
         raise UnsupportedModelError(
