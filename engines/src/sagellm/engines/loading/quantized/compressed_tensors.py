@@ -38,8 +38,7 @@ _READABLE = (
     "mxfp4-pack-quantized, with INT8 or FP8 activations or without"
 )
 _MAX_PATTERN = 500
-_CLASS = "Linear"
-_LINEAR_TARGETS = (_CLASS, "LinearBase")
+_CLASS = "Linear"  # as a target: each linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +59,6 @@ class _Numbers:
         """Read the entries of a scheme. Raises CheckpointError."""
         group_size = settings.integer("group_size", default=0)
         default = "group" if group_size > 0 else "channel" if group_size else "tensor"
-        block = settings.get("block_structure")
-        if isinstance(block, str):
-            block = [int(each) if each.isdecimal() else 0 for each in block.split("x")]
-        if block is not None and not _is_block(block):
-            raise settings.error("block_structure", block, "two sizes")
         dynamic = settings.get("dynamic", default=False)
         if dynamic not in (True, False):
             raise settings.refusal(f"dynamic={clipped(str(dynamic))}", _READABLE)
@@ -75,7 +69,7 @@ class _Numbers:
             is_symmetric=settings.flag("symmetric", default=True),
             strategy=settings.text("strategy", default=default),
             group_size=max(0, group_size),
-            block=tuple(block) if block else None,
+            block=settings.block("block_structure"),
             is_dynamic=dynamic,
         )
 
@@ -169,9 +163,9 @@ def _schemes(settings: QuantizationSettings) -> Iterator[_Scheme]:
 def _scheme_of(module: StoredModule, schemes: list[_Scheme], settings: QuantizationSettings) -> _Scheme:
     """Return the scheme by the library's order: by the name itself, by a pattern, by the class."""
     targets = [(target, scheme) for scheme in schemes for target in scheme.targets]
-    targets.sort(key=lambda each: (each[0] in _LINEAR_TARGETS, "re:" in each[0], each[0]))
+    targets.sort(key=lambda each: (each[0] == _CLASS, "re:" in each[0], each[0]))
     for target, scheme in targets:
-        if target in _LINEAR_TARGETS or _matches(module.name, target):
+        if target == _CLASS or _matches(module.name, target):
             return scheme
     names = ", ".join(clipped(target) for target, _ in targets)
     raise module.error(f"has scales, but no target in {settings.path} names it: {clipped(names)}")
@@ -354,11 +348,3 @@ def _activations(module: StoredModule, scheme: _Scheme, num_inputs: int) -> Acti
     if size and num_inputs % size:
         raise module.error(f"has {num_inputs} inputs, which groups of {size} activations do not divide")
     return ActivationForm(code=code, group_size=size)
-
-
-def _is_block(value: object) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and len(value) == 2
-        and all(type(size) is int and size > 0 for size in value)
-    )
