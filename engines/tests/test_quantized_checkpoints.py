@@ -15,7 +15,14 @@ from transformers import AutoModelForCausalLM
 from sagellm.accel.coded import expand
 from sagellm.accel.native.library import examine
 from sagellm.accel.weights import WeightReader
-from sagellm.core import PluginRegistry, QuantizationConfig, Shard, TensorSpec, UnsupportedModelError
+from sagellm.core import (
+    CheckpointError,
+    PluginRegistry,
+    QuantizationConfig,
+    Shard,
+    TensorSpec,
+    UnsupportedModelError,
+)
 from sagellm.engines import SamplingParams
 from sagellm.engines.loading import installed_families, open_checkpoint
 from sagellm.engines.loading.format_and_family import installed_formats
@@ -147,6 +154,23 @@ def test_quantizing_at_loading_leaves_quantized_weights_as_they_are(tmp_path):
         with torch.inference_mode():
             sizes.append(build_decoder(model.spec, context).metrics().weight_bytes)
     assert sizes[1] == sizes[0] - 515 * 64 * 3 + 515 * 4  # the head alone, with a scale for each row
+
+
+def test_a_backend_that_reads_plain_weights_alone_is_told_of_quantized_ones(copies):
+    weights = opened(copies("awq")[0]).weights
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(UnsupportedModelError, match=f"'{name}' is stored quantized, as INT4, and was asked"):
+        weights.get(TensorSpec(name, (160, 64)))
+    with pytest.raises(CheckpointError, match="has no codes: it is stored as plain numbers"):
+        weights.coded_rows(TensorSpec("model.norm.weight", (64,)), slice(0, 1))
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_parts_that_would_cut_a_group_are_refused(copies, size):
+    weights = opened(copies("awq")[0]).weights
+    tensor = TensorSpec("model.layers.0.mlp.up_proj.weight", (160, 64), 1)
+    with pytest.raises(CheckpointError, match=r"cannot be divided at inputs 0 to .*, as 32 inputs are"):
+        weights.coded_rows(tensor, slice(0, 1), Shard(0, size))
 
 
 def test_heads_stay_whole_where_a_model_is_divided(copies):

@@ -279,7 +279,7 @@ def test_what_a_method_has_and_is_not_read_is_refused_by_name(quantized, layout,
     [
         ("compressed-int4", lambda s: s.update(ignore=[LINEAR]), "has scales, but .* ignores it"),
         ("compressed-int4", lambda s: s.update(ignore=["re:.*mlp.up.*"]), "has scales, but .* ignores it"),
-        ("compressed-int4", lambda s: s.update(ignore=["re:("]), "'re:\\(' is not a pattern"),
+        ("compressed-int4", lambda s: s.update(ignore=["re:("]), "'re:\\(' is not a valid pattern"),
         ("compressed-int4", lambda s: s.update(ignore=3), "ignore is 3; it must be a list of names"),
         ("compressed-int4", lambda s: group(s).update(targets=["re:.*self_attn.*"]), "no target .* names it"),
         (

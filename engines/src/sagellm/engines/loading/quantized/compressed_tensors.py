@@ -6,14 +6,13 @@ Source: the library compressed-tensors (0.20), its `CompressionFormat` and compr
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from sagellm.core import CheckpointError, WeightSource
 from sagellm.core.protocols.weight_form import ActivationForm, CodeType, WeightForm
-from sagellm.engines.config.shown import clipped, shown
+from sagellm.engines.config.shown import clipped
 from sagellm.engines.loading.quantized.format import QuantizedFormat, refuse_parts
 from sagellm.engines.loading.quantized.row_weights import (
     MXFP4,
@@ -25,6 +24,7 @@ from sagellm.engines.loading.quantized.row_weights import (
     static_scale,
 )
 from sagellm.engines.loading.quantized.settings import QuantizationSettings
+from sagellm.engines.loading.quantized.targets import TargetMatcher
 from sagellm.engines.loading.quantized.weights import (
     SCALE_DTYPES,
     CodedWeight,
@@ -37,9 +37,7 @@ _READABLE = (
     "read are pack-quantized and int-quantized integers of 4 and 8 bits, float-quantized FP8 and "
     "mxfp4-pack-quantized, with INT8 or FP8 activations or without"
 )
-_MAX_PATTERN = 500
-_CLASS = "Linear"
-_LINEAR_TARGETS = (_CLASS, "LinearBase")
+_CLASS = "Linear"  # as a target: each linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +58,6 @@ class _Numbers:
         """Read the entries of a scheme. Raises CheckpointError."""
         group_size = settings.integer("group_size", default=0)
         default = "group" if group_size > 0 else "channel" if group_size else "tensor"
-        block = settings.get("block_structure")
-        if isinstance(block, str):
-            block = [int(each) if each.isdecimal() else 0 for each in block.split("x")]
-        if block is not None and not _is_block(block):
-            raise settings.error("block_structure", block, "two sizes")
         dynamic = settings.get("dynamic", default=False)
         if dynamic not in (True, False):
             raise settings.refusal(f"dynamic={clipped(str(dynamic))}", _READABLE)
@@ -75,7 +68,7 @@ class _Numbers:
             is_symmetric=settings.flag("symmetric", default=True),
             strategy=settings.text("strategy", default=default),
             group_size=max(0, group_size),
-            block=tuple(block) if block else None,
+            block=settings.block("block_structure"),
             is_dynamic=dynamic,
         )
 
@@ -114,13 +107,16 @@ class CompressedTensorsFormat(QuantizedFormat):
     def coded_weights(self, settings: QuantizationSettings, files: WeightSource) -> dict[str, CodedWeight]:
         """Give each module that has parts the scheme whose targets fit it best."""
         _refuse_extras(settings)
-        settings = settings.nested("quantization_config") or settings  # as older versions wrote it
+        if (nested := settings.nested("quantization_config")) is not None:  # as older versions wrote it
+            settings = nested
+            _refuse_extras(settings)
         schemes = list(_schemes(settings))
         ignored = settings.names("ignore")
+        matcher = TargetMatcher(str(settings.path))
         coded = {}
         for module in self.modules(settings, files):
-            scheme = _scheme_of(module, schemes, settings)
-            if any(_matches(module.name, each) for each in ignored):
+            scheme = _scheme_of(module, schemes, matcher)
+            if any(matcher.matches(module.name, each) for each in ignored):
                 raise module.error(f"has scales, but {settings.path} ignores it when quantizing")
             coded[module.weight] = _READERS[scheme.format](module, scheme)
         return coded
@@ -129,7 +125,8 @@ class CompressedTensorsFormat(QuantizedFormat):
 def _refuse_extras(settings: QuantizationSettings) -> None:
     if settings.get("kv_cache_scheme") is not None:
         raise settings.refusal(
-            "a kv_cache_scheme", "export the checkpoint without one; --kv-dtype chooses the format of KV here"
+            "a kv_cache_scheme",
+            "export the checkpoint without one; --kv-cache-dtype chooses the format of KV here",
         )
     sparsity = settings.nested("sparsity_config")
     if sparsity is not None and (form := sparsity.text("format", default="dense")) != "dense":
@@ -166,28 +163,15 @@ def _schemes(settings: QuantizationSettings) -> Iterator[_Scheme]:
         )
 
 
-def _scheme_of(module: StoredModule, schemes: list[_Scheme], settings: QuantizationSettings) -> _Scheme:
+def _scheme_of(module: StoredModule, schemes: list[_Scheme], matcher: TargetMatcher) -> _Scheme:
     """Return the scheme by the library's order: by the name itself, by a pattern, by the class."""
     targets = [(target, scheme) for scheme in schemes for target in scheme.targets]
-    targets.sort(key=lambda each: (each[0] in _LINEAR_TARGETS, "re:" in each[0], each[0]))
+    targets.sort(key=lambda each: (each[0] == _CLASS, "re:" in each[0], each[0]))
     for target, scheme in targets:
-        if target in _LINEAR_TARGETS or _matches(module.name, target):
+        if target == _CLASS or matcher.matches(module.name, target):
             return scheme
     names = ", ".join(clipped(target) for target, _ in targets)
-    raise module.error(f"has scales, but no target in {settings.path} names it: {clipped(names)}")
-
-
-def _matches(name: str, target: str) -> bool:
-    """Say whether a target, a name or a pattern after `re:`, is for a module."""
-    if not target.startswith("re:"):
-        return target == name
-    pattern = target.removeprefix("re:")
-    try:
-        if len(pattern) > _MAX_PATTERN:
-            raise re.error("it is too long")
-        return re.match(pattern, name) is not None
-    except re.error as error:
-        raise CheckpointError(f"config.json: the target {shown(target)} is not a pattern: {error}") from error
+    raise module.error(f"has scales, but no target of the config names it: {clipped(names)}")
 
 
 def _packed(module: StoredModule, scheme: _Scheme) -> CodedWeight:
@@ -354,11 +338,3 @@ def _activations(module: StoredModule, scheme: _Scheme, num_inputs: int) -> Acti
     if size and num_inputs % size:
         raise module.error(f"has {num_inputs} inputs, which groups of {size} activations do not divide")
     return ActivationForm(code=code, group_size=size)
-
-
-def _is_block(value: object) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and len(value) == 2
-        and all(type(size) is int and size > 0 for size in value)
-    )

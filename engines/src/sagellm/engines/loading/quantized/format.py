@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -72,10 +71,10 @@ class QuantizedFormat(CheckpointFormatProtocol):
             prefix, _, last = name.rpartition(".")
             if last in self.parts or (last == "weight" and tensor.dtype in _CODES):
                 found[prefix][last] = tensor
-        for prefix, parts in found.items():  # a plain weight beside scales is a mistake that its format names
-            weight: Mapping[str, StoredTensor] = files.tensors
-            if (name := f"{prefix}.weight") in weight:
-                parts["weight"] = weight[name]
+        for prefix, parts in found.items():
+            plain = files.tensors.get(f"{prefix}.weight")
+            if plain is not None:  # beside scales: of codes, or a mistake that is named as such
+                parts["weight"] = plain
         if not found:
             raise CheckpointError(
                 f"{settings.path} says that weights are quantized ({settings.method}), but no tensor is: "
@@ -87,9 +86,9 @@ class QuantizedFormat(CheckpointFormatProtocol):
 _CODES = frozenset({"I8", "U8", "F8_E4M3", "F8_E5M2"})
 
 
-def refuse_parts(module: StoredModule, known: Mapping[str, object] | frozenset[str]) -> None:
+def refuse_parts(module: StoredModule, known: frozenset[str]) -> None:
     """Raise UnsupportedModelError for parts that change what a weight stands for and are not known."""
-    others = sorted(module.parts.keys() - set(known))
+    others = sorted(module.parts.keys() - known)
     if others:
         raise UnsupportedModelError(
             f"the weight {module.weight!r} is quantized ({module.method}) with {', '.join(others)}, which is "

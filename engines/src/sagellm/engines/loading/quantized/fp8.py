@@ -35,23 +35,17 @@ class FP8Format(QuantizedFormat):
         scheme = settings.text("activation_scheme", default="dynamic")
         if scheme not in ("dynamic", "static"):
             raise settings.refusal(f"the activation_scheme {clipped(scheme)}", _READABLE)
-        block = settings.get("weight_block_size")
-        if block is not None and not (
-            isinstance(block, list)
-            and len(block) == 2
-            and all(type(size) is int and size > 0 for size in block)
-        ):
-            raise settings.error("weight_block_size", block, "two sizes")
+        block = settings.block("weight_block_size")
         ignored = settings.names("modules_to_not_convert", "ignored_layers")
         coded: dict[str, CodedWeight] = {}
         for module in self.modules(settings, files):
             if module.name in ignored:
                 raise module.error(f"is quantized, but {settings.path} says that it is not")
-            coded[module.weight] = _weight(module, tuple(block) if block else None, scheme == "static")
+            coded[module.weight] = _weight(module, block, is_static=scheme == "static")
         return coded
 
 
-def _weight(module: StoredModule, block: tuple[int, int] | None, is_static: bool) -> RowWeight:  # noqa: FBT001
+def _weight(module: StoredModule, block: tuple[int, int] | None, *, is_static: bool) -> RowWeight:
     shape = module.need("weight", ("F8_E4M3",)).shape
     if len(shape) != 2:
         raise module.error(f"has the shape {list(shape)}; only linears with (out, in) are read")

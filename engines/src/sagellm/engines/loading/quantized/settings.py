@@ -63,6 +63,18 @@ class QuantizationSettings:
             raise self.error(names[0], value, "a list of names")
         return tuple(value)
 
+    def block(self, name: str) -> tuple[int, int] | None:
+        """Return the rows and columns of a block, None if there is none. Raises CheckpointError."""
+        value = self.get(name)
+        if value is None:
+            return None
+        sizes = value.split("x") if isinstance(value, str) else value
+        if isinstance(sizes, list) and all(type(size) is int or _is_digits(size) for size in sizes):
+            numbers = [int(size) for size in sizes]
+            if len(numbers) == 2 and min(numbers) > 0:
+                return numbers[0], numbers[1]
+        raise self.error(name, value, "two sizes, of rows and columns")
+
     def nested(self, name: str) -> QuantizationSettings | None:
         """Return an entry that is an object, None if there is none. Raises CheckpointError."""
         value = self.get(name)
@@ -82,6 +94,10 @@ class QuantizationSettings:
             f"{self.path}: the weights are quantized as {self.method} with {what}, which is not read; "
             f"{readable}"
         )
+
+
+def _is_digits(value: object) -> bool:
+    return isinstance(value, str) and value.isdecimal() and len(value) < 10
 
 
 def read_settings(path: Path) -> QuantizationSettings | None:

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sagellm.core import WHOLE, CheckpointError, Shard, StoredTensor, TensorSpec, WeightSource
+from sagellm.core import (
+    WHOLE,
+    CheckpointError,
+    Shard,
+    StoredTensor,
+    TensorSpec,
+    UnsupportedModelError,
+    WeightSource,
+)
 from sagellm.core.protocols.weight_form import CodedRows, CodeType, WeightForm
 from sagellm.engines.config.shown import shown
 from sagellm.engines.loading.quantized.codes import Array, floats
@@ -149,8 +157,12 @@ class QuantizedWeights(WeightSource):
         self.tensors = plain | {name: each.stored for name, each in coded.items()}
 
     def get(self, tensor: TensorSpec, shard: Shard = WHOLE) -> Array:
-        """Return a view of a tensor that is not quantized."""
-        assert tensor.name not in self._coded, "whoever reads a weight that has a form asks for its codes"
+        """Return a view of a tensor. Raises UnsupportedModelError for a quantized one."""
+        if tensor.name in self._coded:
+            raise UnsupportedModelError(
+                f"{tensor.name!r} is stored quantized, as {self.tensors[tensor.name].dtype}, and was asked "
+                "for as plain numbers; choose another forward backend"
+            )
         return self._files.get(tensor, shard)
 
     def coded_rows(self, tensor: TensorSpec, rows: slice, shard: Shard = WHOLE) -> CodedRows:
