@@ -53,6 +53,14 @@ def quantize(  # noqa: PLR0913
             show_default=False,
         ),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A text as the model will read it, 16,000 tokens or more: inputs that are large there are "
+            "rounded less (AWQ).",
+        ),
+    ] = None,
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest size of a file; a run that was stopped repeats one.")
     ] = "1GiB",
@@ -72,6 +80,7 @@ def quantize(  # noqa: PLR0913
     """
     from sagellm.core import PluginRegistry
     from sagellm.engines.config.sections import ModelConfig
+    from sagellm.engines.quantize.calibration import read_text
     from sagellm.engines.quantize.formats import read_format
     from sagellm.engines.quantize.run import QuantizeRequest, quantize_checkpoint
 
@@ -80,6 +89,7 @@ def quantize(  # noqa: PLR0913
         output=output,
         saved=read_format(saved, "--format"),
         head=None if head is None else read_format(head, "--head"),
+        calibration_text=None if calibrate is None else read_text(calibrate),
         max_shard_bytes=parse_bytes(max_shard_size, "--max-shard-size"),
     )
     summary = quantize_checkpoint(request, PluginRegistry.load(), overwrite=overwrite, dry_run=dry_run)

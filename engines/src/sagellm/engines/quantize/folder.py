@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from sagellm.core import CheckpointError, ConfigError
@@ -17,6 +18,8 @@ from sagellm.engines.loading.checkpoint import CONFIG
 from sagellm.engines.loading.json_file import read_json
 from sagellm.engines.whole_file import whole_file
 
+KEPT = "calibration"
+"""A folder with the factors found by calibration, until the checkpoint is complete."""
 MANIFEST = "quantize.json"
 """What was asked for, and which files are finished; stays beside the checkpoint."""
 _PARTIAL = ".partial-*"
@@ -38,7 +41,7 @@ class OutputFolder:
     def is_finished(self, name: str) -> bool:
         """Say whether a file was finished and is still as long as it was."""
         file, found = self.path / name, self.finished.get(name)
-        return found is not None and file.is_file() and file.stat().st_size == found["num_bytes"]
+        return found is not None and file.is_file() and file.stat().st_size == found.get("num_bytes")
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a file that is either whole or not there."""
@@ -73,7 +76,7 @@ def output_folder(path: Path, request: dict[str, Any], *, overwrite: bool) -> It
             raise ConfigError(f"another process is writing into {path}; wait until it ends") from None
         folder = _opened(path, request, overwrite=overwrite)
         for partial in path.glob(_PARTIAL):  # of a process that was killed
-            partial.unlink()
+            shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
         (path / CONFIG).unlink(missing_ok=True)
         folder._save()
         yield folder
@@ -93,7 +96,8 @@ def _opened(path: Path, request: dict[str, Any], *, overwrite: bool) -> OutputFo
     there = _read_manifest(path)
     if overwrite:
         for name in [*there["finished"], CONFIG, MANIFEST]:
-            (path / Path(name).name).unlink(missing_ok=True)
+            (path / name).unlink(missing_ok=True)
+        shutil.rmtree(path / KEPT, ignore_errors=True)
         return OutputFolder(path, request)
     before = there["request"]
     differing = [name for name in {**before, **request} if before.get(name) != request.get(name)]
@@ -110,8 +114,20 @@ def _opened(path: Path, request: dict[str, Any], *, overwrite: bool) -> OutputFo
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     content = read_json(path / MANIFEST)
-    if not isinstance(content.get("request"), dict) or not isinstance(content.get("finished"), dict):
+    files = content.get("finished")
+    if (
+        not isinstance(content.get("request"), dict)
+        or not isinstance(files, dict)
+        or not all(_is_ours(name) and isinstance(found, dict) for name, found in files.items())
+    ):
         raise CheckpointError(
-            f"{path / MANIFEST} is damaged: it names no request; remove the directory, or give another one"
+            f"{path / MANIFEST} is damaged: it does not say what is finished; remove the directory, or give "
+            "another one"
         )
     return content
+
+
+def _is_ours(name: str) -> bool:
+    """Say whether a name is that of a file in the directory."""
+    path = PurePath(name)
+    return not path.is_absolute() and ".." not in path.parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -9,12 +10,15 @@ import numpy.typing as npt
 import torch
 
 from sagellm.accel.int4 import Int4Quantizer
-from sagellm.accel.int8 import Int8Quantizer
+from sagellm.accel.int8 import Int8Quantizer, round_up
+from sagellm.accel.slices import row_slices
 from sagellm.core import QuantizationConfig, QuantizationGranularity, QuantizerProtocol
 from sagellm.core.protocols.weight_form import CodeType
 from sagellm.engines.quantize.formats import SavedFormat
 
 Bytes = npt.NDArray[np.uint8]
+_SHRINKS = tuple(1.1 - 0.025 * step for step in range(22))
+"""Factors on the widest scale that are tried with products: 1.1 down to 0.575."""
 
 
 class RoundedRows(NamedTuple):
@@ -47,11 +51,44 @@ def quantizer_of(saved: SavedFormat) -> QuantizerProtocol:
     return Int4Quantizer(config, search_scales=saved.search_scales)
 
 
-def round_rows(rows: torch.Tensor, saved: SavedFormat) -> RoundedRows:
-    """Round some rows (rows, in) of a weight. Raises InvalidInputError for values that are not finite."""
+def round_rows(rows: torch.Tensor, saved: SavedFormat, products: torch.Tensor | None = None) -> RoundedRows:
+    """Round some rows (rows, in) of a weight. Raises InvalidInputError for values that are not finite.
+
+    `products` (groups, group_size, group_size) are the sums of x·xᵀ over tokens: scales are then those with
+    the least squared error of each group's part of the outputs, instead of the weights'.
+    """
+    if products is not None:
+        slices = row_slices(len(rows), rows.shape[1] * 16, rows.device)
+        parts = [_searched(rows[start:stop].float(), saved, products) for start, stop in slices]
+        return RoundedRows(
+            torch.cat([part.codes for part in parts]),
+            torch.cat([part.scales for part in parts]),
+            None,
+            max(part.max_error_steps for part in parts),
+        )
     quantizer = quantizer_of(saved)
     output = quantizer.quantize(rows)
     return RoundedRows(output.values, output.scales, None, quantizer.metrics().max_error_steps)
+
+
+def _searched(rows: torch.Tensor, saved: SavedFormat, products: torch.Tensor) -> RoundedRows:
+    quantizer = quantizer_of(saved)
+    assert isinstance(quantizer, Int4Quantizer | Int8Quantizer)
+    widest = quantizer_of(replace(saved, search_scales=False)).quantize(rows).scales  # checks the values, too
+    groups = rows.view(*widest.shape, -1).transpose(0, 1)  # (groups, rows, group_size)
+    best, least = widest, torch.full_like(widest, torch.inf)
+    for shrink in _SHRINKS:
+        scales = round_up(widest * shrink)
+        steps = scales.T.unsqueeze(-1)
+        codes = (groups / steps).round_().clamp_(quantizer.lowest, quantizer.highest)
+        error = codes.mul_(steps).sub_(groups)
+        squared = torch.bmm(error, products).mul_(error).sum(-1).T  # (rows, groups)
+        best = torch.where(squared < least, scales, best)
+        least = torch.minimum(squared, least)
+    quotients = rows.view(*best.shape, -1) / best.unsqueeze(-1)
+    codes = quotients.round().clamp_(quantizer.lowest, quantizer.highest)
+    max_error = float(quotients.sub_(codes).abs_().max())
+    return RoundedRows(codes.to(torch.int8).view(rows.shape), best, None, max_error)
 
 
 def packed_rows(codes: torch.Tensor, bits: int) -> Bytes:

@@ -13,13 +13,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from sagellm.core import CheckpointError, PluginRegistry
+from sagellm.core import CheckpointError, ConfigError, PluginRegistry
 from sagellm.engines.config.sections import ModelConfig
 from sagellm.engines.loading.checkpoint import CONFIG, INDEX
 from sagellm.engines.loading.load import OpenedModel, open_model
 from sagellm.engines.progress import progress_bar
-from sagellm.engines.quantize.equalization import Factors
-from sagellm.engines.quantize.folder import MANIFEST, OutputFolder, output_folder
+from sagellm.engines.quantize.calibration import Calibration, calibrate, digest_of
+from sagellm.engines.quantize.folder import KEPT, MANIFEST, OutputFolder, output_folder
 from sagellm.engines.quantize.formats import SavedFormat
 from sagellm.engines.quantize.plan import Plan, make_plan
 from sagellm.engines.quantize.shard import ShardWriter
@@ -40,6 +40,7 @@ class QuantizeRequest:
     saved: SavedFormat
     head: SavedFormat | None = None  # None: as it is
     max_shard_bytes: int = 1 << 30
+    calibration_text: str | None = None  # None: weights are rounded without a look at activations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class QuantizeSummary:
     output: str
     format: str
     head: str | None
+    is_calibrated: bool
     num_quantized: int  # weights
     group_sizes: Mapping[int, int]  # how many weights have groups of this size; 0: a scale for each output
     num_files: int
@@ -70,6 +72,11 @@ def quantize_checkpoint(
     that is full.
     """
     started_s = time.monotonic()
+    if request.calibration_text is not None and not request.saved.group_size:
+        raise ConfigError(
+            f"--calibrate is for formats with groups of weights, such as int4; {request.saved.text} has one "
+            "scale for all inputs of an output, and its error is small: leave it out"
+        )
     opened = open_model(request.model, registry)
     plan = make_plan(opened, request.saved, request.head, request.max_shard_bytes)
     num_resumed, max_error = 0, None
@@ -78,13 +85,14 @@ def quantize_checkpoint(
             _disk_errors(request.output, plan),
             output_folder(request.output, _manifest_request(request, opened), overwrite=overwrite) as folder,
         ):
-            num_resumed, max_error = _write(plan, opened, folder)
+            num_resumed, max_error = _write(plan, opened, folder, request.calibration_text)
     quantized = [weight.saved for weight in plan.weights if weight.saved is not None]
     return QuantizeSummary(
         model=request.model.name,
         output=str(request.output),
         format=request.saved.text,
         head=None if request.head is None else request.head.text,
+        is_calibrated=request.calibration_text is not None,
         num_quantized=len(quantized),
         group_sizes=dict(sorted(Counter(saved.group_size for saved in quantized).items())),
         num_files=len(plan.files),
@@ -96,11 +104,13 @@ def quantize_checkpoint(
     )
 
 
-def _write(plan: Plan, opened: OpenedModel, folder: OutputFolder) -> tuple[int, float]:
+def _write(plan: Plan, opened: OpenedModel, folder: OutputFolder, text: str | None) -> tuple[int, float]:
     """Write what is not finished; return how many files were, and the largest error of all in steps."""
     left = [file for file in plan.files if not folder.is_finished(file.name)]
     _check_space(folder.path, sum(file.num_bytes for file in left))
-    factors: dict[str, Factors] = {}
+    factors = Calibration()
+    if left and text is not None:
+        factors = calibrate(opened, plan, text, folder.path / KEPT)
     stored = opened.weights.tensors
     total = sum(stored[weight.source.name].num_bytes for file in left for weight in file.weights)
     with progress_bar("quantizing", total=total, unit="bytes") as advance:
@@ -117,6 +127,7 @@ def _write(plan: Plan, opened: OpenedModel, folder: OutputFolder) -> tuple[int, 
         folder.write_json(INDEX, index)
         folder.finish(INDEX, {})
     folder.write_json(CONFIG, plan.config)
+    shutil.rmtree(folder.path / KEPT, ignore_errors=True)
     errors = [folder.finished[file.name]["max_error_steps"] for file in plan.files]
     return len(plan.files) - len(left), max(errors)
 
@@ -149,6 +160,7 @@ def _manifest_request(request: QuantizeRequest, opened: OpenedModel) -> dict[str
         "format": request.saved.text,
         "head": None if request.head is None else request.head.text,
         "max_shard_size": request.max_shard_bytes,
+        "calibration": request.calibration_text and digest_of(request.calibration_text),
     }
 
 

@@ -15,6 +15,7 @@ import torch
 from sagellm.core import CheckpointError, InvalidInputError, WeightSource
 from sagellm.engines.loading.safetensors_header import ITEM_BYTES
 from sagellm.engines.progress import Advance
+from sagellm.engines.quantize.calibration import Calibration
 from sagellm.engines.quantize.equalization import Factors
 from sagellm.engines.quantize.formats import PACKED
 from sagellm.engines.quantize.plan import PlannedFile, PlannedTensor, PlannedWeight
@@ -31,7 +32,7 @@ class ShardWriter:
     `factors` scale outputs and inputs of tensors first; those of others are one.
     """
 
-    def __init__(self, weights: WeightSource, factors: Mapping[str, Factors], advance: Advance) -> None:
+    def __init__(self, weights: WeightSource, factors: Calibration, advance: Advance) -> None:
         self._weights, self._factors, self._advance = weights, factors, advance
 
     def write(self, file: PlannedFile, path: Path) -> float:
@@ -77,7 +78,11 @@ class ShardWriter:
         zeros: list[torch.Tensor] = []
         for begin, rows in self._weights.pieces(weight.source):
             try:
-                rounded = round_rows(_scaled(rows, begin, factors, stored.dtype), saved)
+                rounded = round_rows(
+                    _scaled(rows, begin, factors, stored.dtype),
+                    saved,
+                    None if factors is None else factors.products,
+                )
             except InvalidInputError as error:
                 raise CheckpointError(f"{stored.path}: {name}, from row {begin}: {error}") from None
             codes = rounded.codes
