@@ -97,7 +97,7 @@ class AWQWeight(CodedWeight):
 
     def scales(self, rows: slice, groups: slice) -> Array:
         """Return them output by output."""
-        return np.ascontiguousarray(self.module.get_floats("scales", groups, rows).T)
+        return self.module.get_floats("scales", groups, rows).T
 
     def zeros(self, rows: slice, groups: slice) -> npt.NDArray[np.int8] | None:
         """Return the zero points output by output."""
@@ -107,4 +107,4 @@ class AWQWeight(CodedWeight):
         codes = in_order[:, :, np.argsort(_OUTPUTS)].reshape(len(stored), -1)
         begin = rows.start % _IN_WORD
         codes = codes[:, begin : begin + rows.stop - rows.start]
-        return np.ascontiguousarray(codes.view(np.int8).T - 8, np.int8)
+        return codes.view(np.int8).T - np.int8(8)

@@ -21,7 +21,7 @@ def nibbles_of(packed: Bytes) -> Bytes:
 
 def packed_nibbles(codes: Bytes) -> Bytes:
     """Return bytes (rows, n) of codes (rows, 2n) below 16."""
-    packed: Bytes = codes[:, 1::2] << 4
+    packed = codes[:, 1::2] << np.uint8(4)
     packed |= codes[:, ::2]
     return packed
 

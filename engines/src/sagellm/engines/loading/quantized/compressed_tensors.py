@@ -114,6 +114,7 @@ class CompressedTensorsFormat(QuantizedFormat):
     def coded_weights(self, settings: QuantizationSettings, files: WeightSource) -> dict[str, CodedWeight]:
         """Give each module that has parts the scheme whose targets fit it best."""
         _refuse_extras(settings)
+        settings = settings.nested("quantization_config") or settings  # as older versions wrote it
         schemes = list(_schemes(settings))
         ignored = settings.names("ignore")
         coded = {}

@@ -136,7 +136,7 @@ class GPTQWeight(CodedWeight):
 
     def scales(self, rows: slice, groups: slice) -> Array:
         """Return them output by output."""
-        return np.ascontiguousarray(self.module.get_floats("scales", groups, rows).T)
+        return self.module.get_floats("scales", groups, rows).T
 
     def zeros(self, rows: slice, groups: slice) -> npt.NDArray[np.int8] | None:
         """Return the zero points; symmetric weights have one and the same, which is no number's offset.
@@ -154,7 +154,7 @@ class GPTQWeight(CodedWeight):
         codes &= (1 << bits) - 1
         middle = 1 << (bits - 1)
         if self.form.has_zeros:
-            return np.ascontiguousarray((codes - np.uint8(middle)).view(np.int8).T)
+            return (codes - np.uint8(middle)).view(np.int8).T
         if (codes != middle).any():
             raise self.module.error(
                 f"has the zero point {int(codes[codes != middle][0])}, but is symmetric according to the "

@@ -113,11 +113,8 @@ class PackedWeight(CodedWeight):
         ]
         begin = rows.start % at_once
         codes = np.ascontiguousarray(words.T).view(np.uint8)  # (groups, bytes)
-        numbers = nibbles_of(codes).view(np.int8) - 8 if bits == 4 else signed(codes)
-        zeros: npt.NDArray[np.int8] = np.ascontiguousarray(
-            numbers[:, begin : begin + rows.stop - rows.start].T, np.int8
-        )
-        return zeros
+        numbers = nibbles_of(codes).view(np.int8) - np.int8(8) if bits == 4 else signed(codes)
+        return numbers[:, begin : begin + rows.stop - rows.start].T
 
     def order(self) -> npt.NDArray[np.int64] | None:
         """Return the input of each column, by the group index."""

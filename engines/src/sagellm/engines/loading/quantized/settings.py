@@ -13,7 +13,7 @@ from sagellm.engines.loading.checkpoint import CONFIG
 from sagellm.engines.loading.json_file import read_optional_json
 from sagellm.engines.models.quantized_weights import ENTRIES, entry_in_config
 
-_FILES = {"quantize_config.json": "gptq", "quantization_config.json": "gptq", "quant_config.json": "awq"}
+FILES = {"quantize_config.json": "gptq", "quantization_config.json": "gptq", "quant_config.json": "awq"}
 """Where older exporters wrote it → the method, if the file does not name one."""
 
 
@@ -85,7 +85,7 @@ def read_settings(path: Path) -> QuantizationSettings | None:
     entries = entry_in_config(read_optional_json(path / CONFIG))
     if isinstance(entries, Mapping):
         return QuantizationSettings(path / CONFIG, str(entries.get("quant_method", "")), entries)
-    for name, method in _FILES.items() if entries is None else ():
+    for name, method in FILES.items() if entries is None else ():
         if written := read_optional_json(path / name):
             return QuantizationSettings(path / name, str(written.get("quant_method", method)), written)
     return None

@@ -116,7 +116,11 @@ class CodedWeight(ABC):
         codes, scales = self.codes(rows, columns), self.scales(rows, groups)
         zeros = self.zeros(rows, groups)
         self._check_values(codes, scales)
-        return CodedRows(codes=codes, scales=scales, zeros=zeros)
+        return CodedRows(
+            codes=np.ascontiguousarray(codes),
+            scales=np.ascontiguousarray(scales),
+            zeros=None if zeros is None else np.ascontiguousarray(zeros),
+        )
 
     def _check_values(self, codes: Array, scales: Array) -> None:
         if not np.isfinite(scales).all():
