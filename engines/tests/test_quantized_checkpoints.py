@@ -30,7 +30,7 @@ Copies = Callable[[str], tuple[Path, Path]]
 def copies(tmp_path_factory: pytest.TempPathFactory) -> Copies:
     """Return what makes a quantized copy and its dequantized self, once for each layout."""
     into = tmp_path_factory.mktemp("quantized")
-    original = make_checkpoint(into / "original", intermediate_size=160)
+    original = make_checkpoint(into / "original", intermediate_size=160, head_dim=32)
     return cache(lambda layout: quantized_copy(original, into, layout))
 
 
@@ -54,12 +54,13 @@ def test_weights_are_those_of_the_dequantized_checkpoint(copies, layout):
     assert {path.name for path in model.files} == {"config.json", "model.safetensors"}
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_answers_are_those_of_the_dequantized_checkpoint(copies, make_engine, layout):
+def test_answers_are_those_of_the_dequantized_checkpoint(copies, make_engine, layout, backend):
     params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=3, ignore_eos=True)
     results = []
     for path in copies(layout):
-        engine = make_engine(model=str(path), forward_backend="torch")
+        engine = make_engine(model=str(path), forward_backend=backend)
         results.append([output.outputs[0] for output in engine.generate(PROMPTS, params)])
         engine.close()
     for got, expected in zip(*results, strict=True):
@@ -71,8 +72,8 @@ def test_answers_are_those_of_the_dequantized_checkpoint(copies, make_engine, la
 @pytest.mark.parametrize("axis", [0, 1])
 def test_halves_put_together_are_the_weight(copies, layout, axis):
     weights = opened(copies(layout)[0]).weights
-    for name, shape in (("self_attn.k_proj", (48, 64)), ("self_attn.q_proj", (96, 64))):
-        tensor = TensorSpec(f"model.layers.0.{name}.weight", shape, axis, 24 if axis == 0 else 32)
+    for name, shape in (("self_attn.k_proj", (64, 64)), ("self_attn.q_proj", (128, 64))):
+        tensor = TensorSpec(f"model.layers.0.{name}.weight", shape, axis, 32)
         form, order = weights.tensors[tensor.name].form, weights.input_order(tensor)
         whole = expand(weights.coded_rows(TensorSpec(tensor.name, shape), slice(0, shape[0])), form)
         halves = []
@@ -136,5 +137,5 @@ def test_quantizing_at_loading_leaves_quantized_weights_as_they_are(tmp_path):
 def test_heads_stay_whole_where_a_model_is_divided(copies):
     tensors = opened(copies("awq")[0]).spec.tensors
     units = {name.split(".")[-2]: tensor.shard_unit for name, tensor in tensors.items()}
-    assert {name for name, unit in units.items() if unit == 24} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name for name, unit in units.items() if unit == 32} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert units["up_proj"] == units["down_proj"] == 1
