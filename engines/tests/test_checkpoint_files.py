@@ -229,7 +229,9 @@ def test_a_hub_model_of_gguf_files_is_refused_before_it_is_downloaded(tmp_path, 
         resolve_source("org/tiny", cache_dir=tmp_path / "hub", offline=False)
 
 
-QUANTIZED = "such weights are not read; give the unquantized checkpoint, with --quantization int8"
+QUANTIZED = (
+    r"which no installed checkpoint format reads (`sage llm plugins` lists them); give the unquantized"
+)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ def test_a_quantized_checkpoint_is_told_once_and_rightly(single, entries, method
     with pytest.raises(UnsupportedModelError) as refused:
         open_checkpoint(single, installed_families(PluginRegistry.load()))
     message = str(refused.value)
-    assert message.startswith(f"the checkpoint's weights are quantized ({method}), and {QUANTIZED}")
+    assert message.startswith(f"the checkpoint's weights are quantized ({method}), {QUANTIZED}")
     assert message.count("quantized (") == 1
     assert "architecture" not in message
 
@@ -264,7 +266,7 @@ def test_quantized_weights_are_known_by_their_tensors(single, suffix, method):
     save_file(tensors, single / SINGLE)
     with pytest.raises(UnsupportedModelError) as refused:
         open_checkpoint(single, [Qwen3Family()])
-    assert f"weights are quantized ({method}), and {QUANTIZED}" in str(refused.value)
+    assert f"weights are quantized ({method}), {QUANTIZED}" in str(refused.value)
 
 
 def nested(depth: int) -> dict[str, object]:

@@ -15,10 +15,13 @@ from sagellm.accel import widening
 from sagellm.core import PluginRegistry
 from sagellm.core.chaos import Chaos
 from sagellm.engines.cli.doctor import command, hardware, software
+from sagellm.engines.cli.doctor.model import examine_model
 from sagellm.engines.cli.doctor.plugins import examine_plugins
 from sagellm.engines.cli.doctor.report import ExaminationContext, Section, as_text, examine
 from sagellm.engines.config import EngineConfig
 from sagellm.engines.forward import free_cores
+from sagellm.engines.testing import make_checkpoint
+from sagellm.engines.testing.quantized import quantized_copy
 
 
 def healthy(context):
@@ -316,3 +319,14 @@ def test_faults_on_demand_are_a_warning(monkeypatch):
     assert any(
         "'on' is not a seed" in what for _, what in problems_of(software.examine_software(context_with()))
     )
+
+
+def test_the_formats_of_a_models_weights_are_told(checkpoint, tmp_path):
+    wide = make_checkpoint(tmp_path / "wide", intermediate_size=160)
+    quantized, _ = quantized_copy(wide, tmp_path, "gptq-int4-order")
+    registry = PluginRegistry.load()
+    for path, expected in (
+        (quantized, ["14 in INT4 in groups of 32, with zero points, in act order", "10 in F32"]),
+        (checkpoint, ["24 in F32"]),
+    ):
+        assert examine_model(context_with(registry, model=str(path))).facts["weights"] == expected

@@ -29,6 +29,7 @@ def sagellm_providers() -> list[Provider]:
             f"{_PACKAGE}.loading.checkpoint:SafetensorsFormat",
             "Hugging Face's layout",
         ),
+        *_quantized_formats(),
         Provider("forward_backend", "torch", torch_backend, "torch operators, layer by layer"),
         Provider(
             "executor",
@@ -72,6 +73,20 @@ def sagellm_providers() -> list[Provider]:
             f"{parsers}.reasoning:DeepSeekR1Parser",
             "up to </think>, with or without <think>",
         ),
+    ]
+
+
+def _quantized_formats() -> list[Provider]:
+    formats = (
+        ("compressed-tensors", "compressed_tensors:CompressedTensorsFormat", "as llm-compressor writes them"),
+        ("gptq", "gptq:GPTQFormat", "4 and 8 bits, with act order or without"),
+        ("awq", "awq:AWQFormat", "4 bits with zero points"),
+        ("fp8", "fp8:FP8Format", "FP8 by block, row or tensor, as DeepSeek's and Qwen's"),
+        ("mxfp4", "mxfp4:MXFP4Format", "4-bit floats by 32, linears"),
+    )
+    return [
+        Provider("checkpoint_format", name, f"{_PACKAGE}.loading.quantized.{place}", what)
+        for name, place, what in formats
     ]
 
 

@@ -111,7 +111,10 @@ class WeightSource(ABC):
             yield begin, self.coded_rows(tensor, slice(begin, min(begin + at_once, num_rows)), shard)
 
     def input_order(self, tensor: TensorSpec) -> npt.NDArray[np.int64] | None:
-        """Return the input that each column of codes belongs to, if the weight's form has an order."""
+        """Return the input that each column of codes belongs to, if the weight's form has an order.
+
+        A shard of inputs is one of columns, whichever inputs these are.
+        """
         return None
 
 
@@ -137,7 +140,10 @@ class CheckpointFormatProtocol(ABC):
 
     @abstractmethod
     def accepts(self, path: Path) -> bool:
-        """Say whether a directory has files of this format. Cheap: reads only names."""
+        """Say whether a directory has files of this format. Cheap: by names and the config alone.
+
+        Never raises: what cannot be read is for the fallback to explain.
+        """
 
     @abstractmethod
     def open(self, path: Path) -> Checkpoint:

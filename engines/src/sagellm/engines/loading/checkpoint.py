@@ -57,7 +57,9 @@ class SafetensorsWeights(WeightSource):
         else:
             mapped = self._map(stored)
             whole = np.frombuffer(mapped, dtype, prod(stored.shape), stored.offset).reshape(stored.shape)
-        return whole if axis is None else whole[(slice(None),) * axis + (shard.of(stored.shape[axis]),)]
+        if axis is None:
+            return whole
+        return whole[(slice(None),) * axis + (shard.of(stored.shape[axis], tensor.shard_unit),)]
 
     def _map(self, stored: PlacedTensor) -> mmap.mmap:
         """Map a file, once for all views: each map keeps a file descriptor."""
@@ -118,7 +120,8 @@ def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     """
     stored = checkpoint.weights.tensors
     missing = [name for name in spec.tensors if name not in stored]
-    left_over = stored.keys() - spec.tensors.keys() - spec.ignored_tensors
+    unknown = stored.keys() - spec.tensors.keys() - spec.ignored_tensors
+    left_over = {name for name in unknown if not _is_empty_bias(name, checkpoint.weights)}
     mismatched = [
         f"{name} is {list(stored[name].shape)} instead of {list(tensor.shape)}"
         for name, tensor in spec.tensors.items()
@@ -145,6 +148,14 @@ def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         raise CheckpointError(
             f"the tensors in {checkpoint.path} contradict its {CONFIG}: {'; '.join(problems)}. {reason}"
         )
+
+
+def _is_empty_bias(name: str, weights: WeightSource) -> bool:
+    """Say whether a tensor is the bias of a quantized linear and zero: AutoGPTQ wrote one for each."""
+    weight = weights.tensors.get(f"{name.removesuffix('.bias')}.weight") if name.endswith(".bias") else None
+    if weight is None or weight.form is None:
+        return False
+    return not weights.get(TensorSpec(name, weights.tensors[name].shape)).any()
 
 
 def files_in(path: Path) -> str:

@@ -95,8 +95,8 @@ class _Builder:
     rms_norm_eps: float
     tensor_names: frozenset[str]
 
-    def tensor(self, name: str, shape: tuple[int, ...], axis: int | None = None) -> TensorSpec:
-        return TensorSpec(stored_name(name, "model", self.tensor_names), shape, axis)
+    def tensor(self, name: str, shape: tuple[int, ...], axis: int | None = None, unit: int = 1) -> TensorSpec:
+        return TensorSpec(stored_name(name, "model", self.tensor_names), shape, axis, unit)
 
     def attention(self, index: int) -> AttentionSpec:
         windows, sizes = self.traits.sliding_windows, self.sizes
@@ -118,10 +118,10 @@ class _Builder:
         return LayerSpec(
             attention=attention,
             input_norm=self.norm(f"{prefix}.input_layernorm.weight", hidden),
-            query=self._linear(f"{prefix}.self_attn.q_proj", (q, hidden), 0, has_bias=traits.qkv_bias),
-            key=self._linear(f"{prefix}.self_attn.k_proj", (kv, hidden), 0, has_bias=traits.qkv_bias),
-            value=self._linear(f"{prefix}.self_attn.v_proj", (kv, hidden), 0, has_bias=traits.qkv_bias),
-            output=self._linear(f"{prefix}.self_attn.o_proj", (hidden, q), 1, has_bias=traits.o_bias),
+            query=self._heads(f"{prefix}.self_attn.q_proj", (q, hidden), 0, has_bias=traits.qkv_bias),
+            key=self._heads(f"{prefix}.self_attn.k_proj", (kv, hidden), 0, has_bias=traits.qkv_bias),
+            value=self._heads(f"{prefix}.self_attn.v_proj", (kv, hidden), 0, has_bias=traits.qkv_bias),
+            output=self._heads(f"{prefix}.self_attn.o_proj", (hidden, q), 1, has_bias=traits.o_bias),
             query_norm=query_norm,
             key_norm=key_norm,
             rope=self.rope,
@@ -140,10 +140,17 @@ class _Builder:
     def norm(self, name: str, size: int) -> NormSpec:
         return NormSpec(self.tensor(name, (size,)), self.rms_norm_eps)
 
-    def _linear(self, name: str, shape: tuple[int, int], axis: int, *, has_bias: bool) -> LinearSpec:
+    def _heads(self, name: str, shape: tuple[int, int], axis: int, *, has_bias: bool) -> LinearSpec:
+        """Name a linear layer from or to heads, each of which is on one rank as a whole."""
+        return self._linear(name, shape, axis, has_bias=has_bias, unit=self.sizes.head_dim)
+
+    def _linear(
+        self, name: str, shape: tuple[int, int], axis: int, *, has_bias: bool, unit: int = 1
+    ) -> LinearSpec:
         """Name a linear layer. Ranks divide outputs (axis 0) or inputs (axis 1, each with the whole bias)."""
-        bias = self.tensor(f"{name}.bias", shape[:1], 0 if axis == 0 else None) if has_bias else None
-        return LinearSpec(self.tensor(f"{name}.weight", shape, axis), bias)
+        bias_axis = 0 if axis == 0 else None
+        bias = self.tensor(f"{name}.bias", shape[:1], bias_axis, unit) if has_bias else None
+        return LinearSpec(self.tensor(f"{name}.weight", shape, axis, unit), bias)
 
 
 def stored_name(name: str, prefix: str, tensor_names: frozenset[str]) -> str:

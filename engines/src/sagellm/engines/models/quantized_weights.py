@@ -1,8 +1,9 @@
-"""Recognises checkpoints whose weights were quantized before, which no family reads."""
+"""Recognises quantized checkpoints that no checkpoint format has read."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from sagellm.core import HFConfig
 from sagellm.engines.config.shown import clipped
@@ -18,15 +19,25 @@ _OF_TENSORS = {
 """How the name of a tensor ends that a checkpoint of a method has → the method."""
 
 
-def method_in_config(config: HFConfig) -> str | None:
-    """Return the method that a config, or the one nested in it, names; None if neither does."""
+ENTRIES = ("quantization_config", "compression_config")
+
+
+def entry_in_config(config: HFConfig) -> Any:
+    """Return what a config, or the one nested in it, says about quantization; None if neither does."""
     for each in (config, config.get("text_config")):
-        for name in ("quantization_config", "compression_config"):
+        for name in ENTRIES:
             entry = each.get(name) if isinstance(each, Mapping) else None
             if entry is not None:
-                named = entry if isinstance(entry, Mapping) else {}
-                return clipped(str(named.get("quant_method", "unnamed")))
+                return entry
     return None
+
+
+def method_in_config(config: HFConfig) -> str | None:
+    """Return the method that a config names, None if it does not speak of any."""
+    entry = entry_in_config(config)
+    if entry is None:
+        return None
+    return clipped(str(entry.get("quant_method", "unnamed") if isinstance(entry, Mapping) else "unnamed"))
 
 
 def method_in_tensors(names: Collection[str]) -> str | None:
@@ -38,9 +49,9 @@ def method_in_tensors(names: Collection[str]) -> str | None:
 
 
 def refusal_of(method: str) -> str:
-    """Say what to give instead of a checkpoint that is quantized by a method."""
+    """Say what to give instead of a checkpoint that is quantized by a method that no format reads."""
     return (
-        f"the checkpoint's weights are quantized ({method}), and such weights are not read; give the "
-        f"unquantized checkpoint, with --quantization int8 (in Python: quantization='int8') for 8 bits per "
-        f"weight"
+        f"the checkpoint's weights are quantized ({method}), which no installed checkpoint format reads "
+        f"(`sage llm plugins` lists them); give the unquantized checkpoint, with --quantization int8 (in "
+        f"Python: quantization='int8') for 8 bits per weight"
     )

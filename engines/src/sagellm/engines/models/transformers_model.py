@@ -25,6 +25,7 @@ from sagellm.core import (
     ModelSpec,
     QuantizerProtocol,
     TensorSpec,
+    UnsupportedModelError,
 )
 from sagellm.engines.models.causal_lm import BuildContext, CausalLM
 from sagellm.engines.models.hf_config import read_hf_config
@@ -127,6 +128,7 @@ def build_transformers(spec: ModelSpec, context: BuildContext) -> CausalLM:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     model_class: Any = find_class(spec.config)
+    _check_forms(spec, context)
     tensors = {name: _LazyTensor(tensor, context.weights) for name, tensor in spec.tensors.items()}
     ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _paged_attention)  # without a mask, so none is built
     ctx = LinearContext(WideRows(context.dtype, context.device))
@@ -152,6 +154,22 @@ def build_transformers(spec: ModelSpec, context: BuildContext) -> CausalLM:
     built = TransformersCausalLM(model, spec.attention, ctx)
     check_consistency(built, spec.geometry, context)
     return built
+
+
+def _check_forms(spec: ModelSpec, context: BuildContext) -> None:
+    """Refuse what a class of transformers, which gets quantized weights as plain numbers, would lose."""
+    stored = [context.weights.source.tensors[name].form for name in spec.tensors]
+    forms = [form for form in stored if form is not None]
+    if forms and context.quantizer is not None:
+        raise UnsupportedModelError(
+            f"{spec.architecture} runs as a class of transformers, with the checkpoint's quantized weights "
+            "as plain numbers, which --quantization would round again; leave it out"
+        )
+    if any(form.activations is not None for form in forms):
+        raise UnsupportedModelError(
+            f"{spec.architecture} runs as a class of transformers, and the checkpoint wants activations "
+            "rounded, which only models with a decoder of this package's do"
+        )
 
 
 def _quantize_linears(model: torch.nn.Module, quantizer: QuantizerProtocol, ctx: LinearContext) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from sagellm.core import CheckpointError, EngineError, OutOfMemoryError
-from sagellm.engines.loading.checkpoint import SafetensorsFormat
+from sagellm.core import CheckpointError, EngineError, OutOfMemoryError, PluginRegistry
 from sagellm.engines.loading.device_and_dtype import dtype_name
+from sagellm.engines.loading.format_and_family import installed_formats, select_format
 from sagellm.engines.models.quiet import quiet_transformers
 from sagellm.engines.verification.comparison import Difference
 
@@ -90,8 +90,12 @@ class Reference:
 
 
 def num_bytes_in(path: Path, dtype: torch.dtype) -> int:
-    """Return how large a checkpoint's tensors are in a number format. Raises CheckpointError."""
-    tensors = SafetensorsFormat().open(path).weights.tensors.values()
+    """Return how large a checkpoint's tensors are in a number format. Raises CheckpointError.
+
+    Of quantized weights this is what they are in that format, which transformers makes of most.
+    """
+    formats = installed_formats(PluginRegistry.load())
+    tensors = select_format(path, formats).open(path).weights.tensors.values()
     return sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize
 
 

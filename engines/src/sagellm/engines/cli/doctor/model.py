@@ -17,6 +17,7 @@ def examine_model(context: ExaminationContext) -> Section:
         select_format,
     )
     from sagellm.engines.loading.source import resolve_source
+    from sagellm.engines.loading.stored_forms import stored_forms
 
     settings = context.config.model
     section = Section("model", {"name": settings.name})
@@ -30,6 +31,7 @@ def examine_model(context: ExaminationContext) -> Section:
         return section
     section.facts["architecture"] = spec.architecture
     section.facts["needs"] = sorted(spec.features)
+    section.facts["weights"] = stored_forms(checkpoint.weights)
     for name, reason in refusals(context.registry, spec, resolve_device(settings.device)):
         section.facts[f"forward backend {name}"] = f"not usable: {reason}" if reason else "runs it"
     return section
