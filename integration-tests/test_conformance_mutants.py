@@ -245,6 +245,7 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
             "a round trip stays within the error that is stated",
             "a round trip stays within the error that is stated",
         ),
+        "weight_form": ("a form of a checkpoint is that of the values", None),
     },
     "reasoning_parser": {
         "fits": ("it says which templates it fits", "it says which templates it fits"),

@@ -192,7 +192,8 @@ class Unfinished {
   float* sums_ = nullptr;
 };
 
-// One row group: the weights go by once. Codes are expanded step by step, which are blocks of bf16.
+// One row group: the weights go by once. Codes are expanded a step, which is a block of bf16, ahead of its product:
+// tiles cannot be loaded from stores that have not ended.
 template <WeightKind kind, bool two>
 void stream_panels(const Product& p, const Part& part, const Expander* expander) {
   const TileShapes shapes(p.input.height, 64);
@@ -204,13 +205,14 @@ void stream_panels(const Product& p, const Part& part, const Expander* expander)
     const unsigned char* weights = expander == nullptr ? p.panel(panel) : expander->panel(panel);
     const unsigned char* rows = p.rows_at(part.group_begin);
     zero_sums<two>();
+    if (expander != nullptr) expander->block(weights, 0, block_of_codes[0]);
     for (int64_t step = 0; step < num_steps; ++step, rows += block) {
       if (expander == nullptr) {
         fetch<_MM_HINT_T1>(weights + kBytesAhead, 2 * kTileBytes);
         tile_step<kind, two>(rows, weights, 64);
         weights += 2 * kTileBytes;
       } else {
-        expander->block(weights, step, block_of_codes[step % 2]);
+        if (step + 1 < num_steps) expander->block(weights, step + 1, block_of_codes[(step + 1) % 2]);
         settle_memory();
         tile_step<kind, two>(rows, block_of_codes[step % 2], 64);
       }

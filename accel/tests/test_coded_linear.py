@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from sagellm.accel import quantized_linear
 from sagellm.accel.coded import expand, numbers_of
 from sagellm.accel.fusion import join
 from sagellm.accel.linear import LinearContext, PlainLinear, Product, WideRows
 from sagellm.accel.model_loader import ModelLoader
 from sagellm.accel.weights import WeightReader
-from sagellm.core import WHOLE, Shard, StoredTensor, TensorSpec, WeightSource
+from sagellm.core import WHOLE, Shard, StoredTensor, TensorSpec, UnsupportedModelError, WeightSource
 from sagellm.core.protocols.model_spec import FusedLinear, LinearPart
-from sagellm.core.protocols.weight_form import CodedRows, CodeType, WeightForm
+from sagellm.core.protocols.weight_form import ActivationForm, CodedRows, CodeType, WeightForm
 
 CPU = torch.device("cpu")
 NUM_INPUTS = 64
@@ -131,6 +132,31 @@ def test_expanding_is_the_formula_weight_by_weight(form: WeightForm) -> None:
     assert np.array_equal(expand(rows, form, order), weights.dequantized(tensor).numpy())
     read = WeightReader(weights, torch.float32).load(tensor)
     assert torch.equal(read, weights.dequantized(tensor))
+
+
+@pytest.mark.parametrize("code", [CodeType.INT8, CodeType.FP8_E4M3], ids=str)
+@pytest.mark.parametrize(("group_size", "scale"), [(0, None), (16, None), (0, 0.02)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activations_are_rounded_as_the_form_asks(
+    code: CodeType, group_size: int, scale: float | None, dtype: torch.dtype
+) -> None:
+    weights = Codes()
+    activations = ActivationForm(code=code, group_size=group_size, scale=scale)
+    form = WeightForm(code=code, group_size=32, activations=activations)
+    tensor = weights.add("w", form, 24)
+    x = torch.randn(5, NUM_INPUTS).to(dtype)
+    product = load(weights, tensor, dtype=dtype).apply(x, context(dtype))
+    weight = weights.dequantized(tensor)
+    assert torch.equal(product, quantized_linear(x, weight, activations))
+    assert not torch.equal(product, (x.float() @ weight.T).to(dtype))
+
+
+def test_activations_that_cannot_be_rounded_are_refused_with_the_weight() -> None:
+    weights = Codes()
+    activations = ActivationForm(code=CodeType.INT8, group_size=48)
+    tensor = weights.add("w", WeightForm(code=CodeType.INT8, activations=activations), 24)
+    with pytest.raises(UnsupportedModelError, match="w: groups of 48 activations do not divide 64"):
+        load(weights, tensor)
 
 
 def test_fp8_numbers_are_torchs() -> None:

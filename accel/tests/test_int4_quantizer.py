@@ -102,8 +102,9 @@ def test_options_are_checked_and_told_with_their_defaults():
     chosen = PluginRegistry.load().choose("quantizer", ProviderSpec("int4", {}))
     told = {each.name: each.default for each in chosen.options()}
     assert told == {
-        "clip_ratio": 1.0, "group_size": 128, "granularity": "per_group", "search_scales": True
-    }  # fmt: skip
+        **{"clip_ratio": 1.0, "group_size": 128, "granularity": "per_group"},
+        **{"search_scales": True, "asymmetric": False},
+    }
     with pytest.raises(ConfigError, match=r"has no option 'search_scale'.*Did you mean 'search_scales'"):
         PluginRegistry.load().make("quantizer", ProviderSpec("int4", {"search_scale": False}))
     with pytest.raises(ConfigError, match="search_scales is 'no'; it must be true or false"):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from sagellm.accel import Int8Quantizer, QuantizationConfig, QuantizationGranularity
-from sagellm.accel.int8 import fits_kernel, packed_product, sliced_product
+from sagellm.accel.code_products import fits_kernel, packed_product, sliced_product
 from sagellm.core import ConfigError, InvalidInputError, QuantizationOutput, QuantizerProtocol
 from sagellm.testing.quantizer import GRANULARITIES, QuantizerContract, max_error_steps
 

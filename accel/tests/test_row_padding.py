@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sagellm.accel import Int8Quantizer, int8
+from sagellm.accel import Int8Quantizer, code_products
 from sagellm.accel.row_padding import num_padded, pad_rows, padded_linear
 from sagellm.accel.widening import can_pack, packed_linear, widened_product
 
@@ -47,7 +47,7 @@ def test_padding_changes_no_product_of_int8_weights(num_rows):
     generator = torch.Generator().manual_seed(num_rows)
     x, weight = (torch.randn(size, 64, generator=generator).bfloat16() for size in (num_rows, 90))
     output = Int8Quantizer().quantize(weight)
-    product = int8.sliced_product(x, output)
+    product = code_products.sliced_product(x, output)
     exact = x.double() @ Int8Quantizer().dequantize(output, torch.float32).double().T
     assert product.shape == exact.shape
     assert torch.allclose(product.double(), exact, rtol=0.01, atol=0.05)

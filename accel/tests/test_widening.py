@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from sagellm.accel import Int8Quantizer, int8, widening
+from sagellm.accel import Int8Quantizer, code_products, widening
 from sagellm.accel.kept_rates import VARIABLE
 from sagellm.accel.widening import NEVER, Widening, widened_product, widening_for
 
@@ -123,8 +123,8 @@ def test_many_rows_of_int8_are_widened_too(monkeypatch):
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
     weight = Int8Quantizer().dequantize(output, torch.float64)
     exact = x.double() @ weight.T
-    product = int8.sliced_product(x, output)
+    product = code_products.sliced_product(x, output)
     assert product.dtype is torch.bfloat16
     assert _is_rounded_once(product, exact)
     # In bfloat16 the unscaled sum is rounded, and its product with the scale again.
-    assert not _is_rounded_once(int8.sliced_product(x[:7], output), exact[:7])
+    assert not _is_rounded_once(code_products.sliced_product(x[:7], output), exact[:7])

@@ -8,12 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sagellm.accel.activations import check_activation_form, fake_quantized
 from sagellm.accel.coded import numbers_of
 from sagellm.accel.linear import LinearContext, PlainLinear
 from sagellm.accel.row_padding import padded_linear
 from sagellm.accel.slices import row_slices
 from sagellm.accel.weights import WeightReader
-from sagellm.core import WHOLE, Shard, UnsupportedModelError
+from sagellm.core import WHOLE, InvalidInputError, Shard, UnsupportedModelError
 from sagellm.core.protocols.model_spec import FusedLinear
 from sagellm.core.protocols.weight_form import CodeType
 
@@ -24,7 +25,8 @@ class CodedLinear(PlainLinear):
     """The codes and scales of a `WeightForm`, expanded a slice at a time when they are multiplied.
 
     The product is that of the weights rounded to x's dtype: bit by bit what `PlainLinear` computes from the
-    dequantized checkpoint, except where products depend on the number of outputs at once.
+    dequantized checkpoint, except where products depend on the number of outputs at once. With activations
+    that are rounded too, it is that of the numbers which both stand for, in float32 (`quantized_linear`).
     """
 
     def create(self, linear: FusedLinear, shard: Shard, dtype: torch.dtype) -> None:
@@ -33,10 +35,10 @@ class CodedLinear(PlainLinear):
         form = linear.form
         assert form is not None, "plain weights have other methods"
         if form.activations is not None:
-            raise UnsupportedModelError(
-                f"{linear.parts[0].weight.name} wants activations in {form.activations.code}, which this "
-                "backend does not round"
-            )
+            try:
+                check_activation_form(form.activations, linear.shape[1])
+            except InvalidInputError as error:
+                raise UnsupportedModelError(f"{linear.parts[0].weight.name}: {error}") from error
         self._form, self._parts, self._num_missing = form, linear.parts, len(linear.parts)
         num_outputs, num_inputs = self._shape = linear.shape
         self._num_groups = form.num_groups(num_inputs)
@@ -70,9 +72,11 @@ class CodedLinear(PlainLinear):
             self._finish()
 
     def apply(self, x: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
-        """Multiply."""
+        """Multiply, in float32 if the form asks for rounded activations."""
         num_outputs, num_inputs = self._shape
         product = x.new_empty(len(x), num_outputs)
+        if self._form.activations is not None:
+            x = fake_quantized(x, self._form.activations)
         for start, stop in row_slices(num_outputs, num_inputs * (5 + x.itemsize), x.device):
             product[:, start:stop] = padded_linear(x, self._expand(start, stop).to(x.dtype))
         return product if self._bias is None else product.add_(self._bias)

@@ -21,4 +21,11 @@ def sagellm_providers() -> list[Provider]:
         ),
         Provider("quantizer", "int8", "sagellm.accel.int8:Int8Quantizer", "8-bit weights, one scale per row"),
         Provider("quantizer", "int4", "sagellm.accel.int4:Int4Quantizer", "4-bit weights in groups of 128"),
+        Provider("quantizer", "fp8", "sagellm.accel.fp8:FP8Quantizer", "weights in E4M3, a scale per row"),
+        Provider(
+            "quantizer",
+            "fp8_e5m2",
+            "sagellm.accel.fp8:FP8E5M2Quantizer",
+            "weights in E5M2, a scale per row",
+        ),
     ]

@@ -12,6 +12,8 @@ from sagellm.core.errors import ConfigError, InvalidInputError
 if TYPE_CHECKING:
     import torch
 
+    from sagellm.core.protocols.weight_form import WeightForm
+
 
 class QuantizationGranularity(Enum):
     """How many weights share one scale."""
@@ -44,19 +46,22 @@ class QuantizationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationOutput:
-    """A quantized matrix: values (out, in), and scales that broadcast over groups of columns.
+    """A quantized matrix (values - zeros) · scales: values (out, in), the others a number for each group.
 
-    `scales` has shape (1, 1), (out, 1) or (out, in ÷ group_size), always two-dimensional.
+    `scales` has shape (1, 1), (out, 1) or (out, in ÷ group_size), always two-dimensional; `zeros` has the
+    same, and None stands for zeros of 0. The product is taken in float32. Values are of an integer type, or
+    of a floating-point one such as float8_e4m3fn.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
     config: QuantizationConfig
+    zeros: torch.Tensor | None = None  # int8, in the values' unit
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values and scales together."""
-        return self.values.nbytes + self.scales.nbytes
+        """Bytes of values, scales and zeros together."""
+        return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +85,7 @@ class QuantizerMetrics:
     num_tensors: int = 0
     original_bytes: int = 0
     quantized_bytes: int = 0
-    max_error_steps: float = 0.0  # largest |w - dequantized| ÷ its scale; 0.5 at most unless clipped
+    max_error_steps: float = 0.0  # largest |w - dequantized| ÷ its scale; of integers 0.5 unless clipped
 
 
 def check_weight_shape(weight: torch.Tensor, config: QuantizationConfig) -> None:
@@ -119,6 +124,12 @@ class QuantizerProtocol(ABC):
     More than half of one where scales are searched that cut the largest weights.
     """
 
+    most_relative_error: float = 0.0
+    """What may come to that as a share of the weight's magnitude, if values are floating-point numbers.
+
+    Half of their smallest positive number is then `most_error_steps`, half of the last place of 1 is this.
+    """
+
     @abstractmethod
     def quantize(self, weight: torch.Tensor) -> QuantizationOutput:
         """Quantize a matrix (out, in).
@@ -142,6 +153,13 @@ class QuantizerProtocol(ABC):
         """Return what a kernel may make of weights by itself, calling `count` for each; None: nothing.
 
         Raises InvalidInputError for columns that do not divide into groups.
+        """
+        return None
+
+    def weight_form(self, num_inputs: int) -> WeightForm | None:
+        """Return what the values of a weight with so many inputs stand for, as in a checkpoint; None: else.
+
+        Backends choose kernels by it. Raises InvalidInputError for columns that do not divide into groups.
         """
         return None
 

@@ -14,17 +14,30 @@ from sagellm.core.protocols.quantizer import (
     QuantizerMetrics,
     QuantizerProtocol,
 )
+from sagellm.core.protocols.weight_form import CodeType
 from sagellm.testing.cost import least_cpu_ns, slowness
 
 GRANULARITIES = list(QuantizationGranularity)
 SHAPES = [(1, 8), (8, 8), (7, 24), (64, 48), (33, 136)]
 
 
-def max_error_steps(weight: Any, restored: Any, scales: Any) -> float:
-    """Return the largest |weight − restored| in units of the scale that covers it."""
+_VALUES = {
+    CodeType.INT4: ("int8", -8, 7),
+    CodeType.INT8: ("int8", -128, 127),
+    CodeType.FP8_E4M3: ("float8_e4m3fn", -448, 448),
+    CodeType.FP8_E5M2: ("float8_e5m2", -57344, 57344),
+}
+"""The dtype, the least and the largest of the values in each form that a quantizer may name."""
+
+
+def max_error_steps(weight: Any, restored: Any, scales: Any, relative: float = 0.0) -> float:
+    """Return the largest |weight − restored| in units of the scale that covers it.
+
+    That which is `relative` to |weight| is left out.
+    """
     num_rows = weight.shape[0]
     steps = scales.expand(num_rows, scales.shape[1])[:, :, None]
-    error = (weight.double() - restored.double()).abs()
+    error = (weight.double() - restored.double()).abs() - relative * weight.double().abs()
     return float((error.reshape(num_rows, steps.shape[1], -1) / steps.double()).max())
 
 
@@ -56,21 +69,36 @@ class QuantizerContract:
     def test_a_round_trip_stays_within_the_error_that_is_stated(
         self, torch: Any, granularity: QuantizationGranularity, shape: tuple[int, int]
     ) -> None:
-        """Every weight comes back within `most_error_steps` of the scale that covers it."""
+        """Every weight comes back within `most_error_steps` scales and `most_relative_error` of itself."""
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         quantizer = self.make(self.config(granularity))
         output, restored = self.quantize(quantizer, weight)
         assert restored.shape == weight.shape
         assert restored.dtype == torch.float32
-        found = max_error_steps(weight, restored, output.scales)
+        found = max_error_steps(weight, restored, output.scales, quantizer.most_relative_error)
         assert found <= quantizer.most_error_steps + self.ROUNDING
 
     @pytest.mark.parametrize("granularity", GRANULARITIES)
     def test_scales_have_two_dimensions(self, torch: Any, granularity: QuantizationGranularity) -> None:
-        """Scales broadcast over (out, groups) whatever the granularity."""
+        """Scales and zeros broadcast over (out, groups) whatever the granularity."""
         output = self.make(self.config(granularity)).quantize(torch.randn(6, 16))
         assert tuple(output.scales.shape) in {(1, 1), (6, 1), (6, 2)}
         assert tuple(output.values.shape) == (6, 16)
+        assert output.zeros is None or output.zeros.shape == output.scales.shape
+        assert output.zeros is None or output.zeros.dtype == torch.int8
+
+    @pytest.mark.parametrize("granularity", GRANULARITIES)
+    def test_an_output_stands_for_values_less_zeros_times_scales(
+        self, torch: Any, granularity: QuantizationGranularity
+    ) -> None:
+        """Whoever stores or multiplies an output without its quantizer gets the same matrix."""
+        generator = torch.Generator().manual_seed(3)
+        weight = torch.randn(6, 16, generator=generator) + 0.5
+        output, restored = self.quantize(self.make(self.config(granularity)), weight)
+        groups = output.values.float().reshape(6, output.scales.shape[1], -1)
+        zeros = 0 if output.zeros is None else output.zeros.float().unsqueeze(-1)
+        product = (groups - zeros) * output.scales.float().unsqueeze(-1)
+        torch.testing.assert_close(restored, product.reshape(6, 16), rtol=1e-6, atol=0)
 
     @pytest.mark.parametrize("granularity", GRANULARITIES)
     def test_rows_of_zeros_come_back_as_zeros(self, torch: Any, granularity: QuantizationGranularity) -> None:
@@ -136,6 +164,7 @@ class QuantizerContract:
         if form is None:
             return
         output = quantizer.quantize(weight)
+        assert output.zeros is None
         lowest, highest = {8: (-127, 127), 4: (-8, 7)}[form.bits]
         groups = weight.view(8, 16 // form.group_size if form.group_size else 1, -1)
         assert output.scales.shape == groups.shape[:2]
@@ -144,6 +173,22 @@ class QuantizerContract:
             assert bool(((output.scales >= widest) & (output.scales <= widest * (1 + 2**-7))).all())
         values = (groups / output.scales.unsqueeze(-1)).round().clamp(lowest, highest)
         assert torch.equal(output.values.view_as(values).to(values.dtype), values)
+
+    @pytest.mark.parametrize("granularity", GRANULARITIES)
+    def test_a_form_of_a_checkpoint_is_that_of_the_values(
+        self, torch: Any, granularity: QuantizationGranularity
+    ) -> None:
+        """What `weight_form` says of codes, groups and zeros is what `quantize` makes."""
+        quantizer = self.make(self.config(granularity))
+        form = quantizer.weight_form(16)
+        if form is None:
+            return
+        output = quantizer.quantize(torch.randn(6, 16, generator=torch.Generator().manual_seed(4)))
+        dtype, lowest, highest = _VALUES[form.code]
+        assert output.values.dtype == getattr(torch, dtype)
+        assert bool(((output.values.float() >= lowest) & (output.values.float() <= highest)).all())
+        assert output.scales.shape[1] == form.num_groups(16)
+        assert (output.zeros is not None) == form.has_zeros
 
     def test_the_weight_itself_is_left_alone(self, torch: Any) -> None:
         """Quantizing does not change its input."""
@@ -157,8 +202,9 @@ class QuantizerContract:
         weight = torch.randn(8, 16)
         first, second = self.make(), self.make()
         one, two = first.quantize(weight), second.quantize(weight)
-        assert torch.equal(one.values, two.values)
+        assert torch.equal(one.values.view(torch.uint8), two.values.view(torch.uint8))
         assert torch.equal(one.scales, two.scales)
+        assert one.zeros is two.zeros or torch.equal(one.zeros, two.zeros)
         first.quantize(weight)
         assert (first.metrics().num_tensors, second.metrics().num_tensors) == (2, 1)
 
@@ -172,7 +218,9 @@ class QuantizerContract:
         assert metrics.num_tensors == 1
         assert metrics.original_bytes == weight.nbytes
         assert metrics.quantized_bytes in (output.num_bytes, output.values.nbytes)
-        assert 0 <= metrics.max_error_steps <= quantizer.most_error_steps + self.ROUNDING
+        most = quantizer.most_error_steps + self.ROUNDING
+        most += quantizer.most_relative_error * float(weight.abs().max() / output.scales.min())
+        assert 0 <= metrics.max_error_steps <= most
 
     @pytest.mark.parametrize("clip_ratio", [0.0, -0.5, 1.0001, float("nan"), "1"])
     def test_a_clip_ratio_outside_its_range_is_refused(self, clip_ratio: float) -> None:
