@@ -37,7 +37,16 @@ from sagellm.engines.testing import make_checkpoint
 QUERY, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
 PLAIN = "model.layers.0.input_layernorm.weight"
 SMALL_SHARDS = 40_000  # bytes: several files
-LAYOUTS = ("int8", "int8{group_size=8}", "w8a8", "int4", "int4{group_size=8}", "w4a8")
+LAYOUTS = (
+    "int8",
+    "int8{group_size=8}",
+    "w8a8",
+    "int4",
+    "int4{group_size=8}",
+    "int4{asymmetric=true}",
+    "w4a8",
+    "fp8",
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +106,7 @@ def test_stored_weights_are_those_of_the_quantizer(source, tmp_path, text):
         rounded = round_rows(before[name], saved)
         assert torch.equal(expanded(after, name, saved), rounded.expand())
         assert rounded.expand().sub(before[name].float()).abs().max() < 0.25
+        assert (rounded.zeros is not None) == saved.asymmetric
     assert torch.equal(after[PLAIN], before[PLAIN])
     assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     assert not {QUERY, "lm_head.weight"} & after.keys() or FORMATS[saved.name].layout != "pack-quantized"

@@ -37,7 +37,7 @@ def quantize(  # noqa: PLR0913
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="int8, w8a8, int4 or w4a8, with options as in 'int4{group_size=32}'.",
+            help="int8, w8a8, int4, w4a8 or fp8, with options as in 'int4{group_size=32}'.",
             autocompletion=_complete_format,
         ),
     ],

@@ -12,13 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sagellm.accel.awq_scales import search_input_scales
 from sagellm.core import FeedForwardSpec, LayerSpec, LinearSpec, NormSpec, TensorSpec
 from sagellm.engines.quantize.formats import SavedFormat
 from sagellm.engines.quantize.recording import RecordedInputs, RecordedLayer
-from sagellm.engines.quantize.rounding import round_rows
-
-_NUM_EXPONENTS = 20
-_SMALLEST = 1e-4
+from sagellm.engines.quantize.rounding import quantizer_of
 
 Read = Callable[[TensorSpec], torch.Tensor]
 """Reads a tensor in the number format in which it is stored."""
@@ -80,7 +78,7 @@ def _add_products(
 
 
 class _Search:
-    """Tries factors mean|x|^a for a from 0 to 1 on some linears with the same inputs."""
+    """Finds factors for some linears with the same inputs."""
 
     def __init__(self, formats: Mapping[str, SavedFormat], read: Read) -> None:
         self._formats, self._read = formats, read
@@ -95,29 +93,12 @@ class _Search:
 
         Of `shared` (KV heads, query heads of each, dim), query heads with one KV head get the same factors.
         """
-        weights = [self._read(linear.weight).float() for linear in linears]
-        formats = [self._formats[linear.weight.name] for linear in linears]
-        rows, sizes = inputs.rows.float(), inputs.mean_abs
+        sizes = inputs.mean_abs
         if shared is not None:
             sizes = sizes.view(shared).mean(1, keepdim=True).expand(shared).reshape(-1)
-        best, least = torch.ones_like(sizes), torch.inf
-        for step in range(_NUM_EXPONENTS):
-            factors = sizes.clamp(min=_SMALLEST) ** (step / _NUM_EXPONENTS)
-            factors = factors / (factors.max() * factors.min()).sqrt()
-            error = sum(
-                float(_squared_error(weight, factors, saved, rows))
-                for weight, saved in zip(weights, formats, strict=True)
-            )
-            if error < least:
-                best, least = factors, error
-        return best
-
-
-def _squared_error(
-    weight: torch.Tensor, factors: torch.Tensor, saved: SavedFormat, rows: torch.Tensor
-) -> torch.Tensor:
-    rounded = round_rows(weight * factors, saved).expand().div_(factors)
-    return (rows @ rounded.sub_(weight).T).square_().sum()
+        quantizer = quantizer_of(self._formats[linears[0].weight.name])
+        weight = torch.cat([self._read(linear.weight).float() for linear in linears])
+        return search_input_scales(quantizer, weight, sizes, inputs.rows).scales
 
 
 def _behind_norm(

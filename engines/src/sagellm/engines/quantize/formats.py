@@ -106,6 +106,13 @@ FORMATS = {
             summary="the same, stored a byte each, and activations of 8 bits",
             options=_GROUPS,
         ),
+        SavedFormat(
+            name="fp8",
+            code=CodeType.FP8_E4M3,
+            layout=FLOATS,
+            activations=CodeType.FP8_E4M3,
+            summary="weights in FP8 (E4M3), a scale for each output, and activations, a scale for each token",
+        ),
     )
 }
 

@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sagellm.accel.fp8 import FP8Quantizer
 from sagellm.accel.int4 import Int4Quantizer
-from sagellm.accel.int8 import Int8Quantizer, round_up
+from sagellm.accel.int8 import Int8Quantizer, IntegerQuantizer
+from sagellm.accel.scaled_quantizer import round_up
 from sagellm.accel.slices import row_slices
 from sagellm.core import QuantizationConfig, QuantizationGranularity, QuantizerProtocol
 from sagellm.core.protocols.weight_form import CodeType
@@ -48,7 +50,9 @@ def quantizer_of(saved: SavedFormat) -> QuantizerProtocol:
     )
     if saved.code is CodeType.INT8:
         return Int8Quantizer(config)
-    return Int4Quantizer(config, search_scales=saved.search_scales)
+    if saved.code is CodeType.FP8_E4M3:
+        return FP8Quantizer(config)
+    return Int4Quantizer(config, search_scales=saved.search_scales, asymmetric=saved.asymmetric)
 
 
 def round_rows(rows: torch.Tensor, saved: SavedFormat, products: torch.Tensor | None = None) -> RoundedRows:
@@ -63,32 +67,35 @@ def round_rows(rows: torch.Tensor, saved: SavedFormat, products: torch.Tensor | 
         return RoundedRows(
             torch.cat([part.codes for part in parts]),
             torch.cat([part.scales for part in parts]),
-            None,
+            torch.cat([part.zeros for part in parts if part.zeros is not None]) if saved.asymmetric else None,
             max(part.max_error_steps for part in parts),
         )
     quantizer = quantizer_of(saved)
     output = quantizer.quantize(rows)
-    return RoundedRows(output.values, output.scales, None, quantizer.metrics().max_error_steps)
+    return RoundedRows(output.values, output.scales, output.zeros, quantizer.metrics().max_error_steps)
 
 
 def _searched(rows: torch.Tensor, saved: SavedFormat, products: torch.Tensor) -> RoundedRows:
-    quantizer = quantizer_of(saved)
-    assert isinstance(quantizer, Int4Quantizer | Int8Quantizer)
-    widest = quantizer_of(replace(saved, search_scales=False)).quantize(rows).scales  # checks the values, too
-    groups = rows.view(*widest.shape, -1).transpose(0, 1)  # (groups, rows, group_size)
-    best, least = widest, torch.full_like(widest, torch.inf)
+    quantizer = quantizer_of(replace(saved, search_scales=False))
+    assert isinstance(quantizer, IntegerQuantizer), "formats with groups are integers"
+    widest = quantizer.quantize(rows)  # checks the values, too
+    zeros = torch.zeros_like(widest.scales) if widest.zeros is None else widest.zeros.float()
+    low, high = ((end - zeros).unsqueeze(-1) for end in (quantizer.lowest, quantizer.highest))
+    grouped = rows.view(*zeros.shape, -1)  # (rows, groups, group_size)
+    best, least = widest.scales, torch.full_like(widest.scales, torch.inf)
     for shrink in _SHRINKS:
-        scales = round_up(widest * shrink)
-        steps = scales.T.unsqueeze(-1)
-        codes = (groups / steps).round_().clamp_(quantizer.lowest, quantizer.highest)
-        error = codes.mul_(steps).sub_(groups)
+        scales = round_up(widest.scales * shrink)
+        steps = scales.unsqueeze(-1)
+        numbers = (grouped / steps).round_().clamp_(low, high)
+        error = numbers.mul_(steps).sub_(grouped).transpose(0, 1)  # (groups, rows, group_size)
         squared = torch.bmm(error, products).mul_(error).sum(-1).T  # (rows, groups)
         best = torch.where(squared < least, scales, best)
         least = torch.minimum(squared, least)
-    quotients = rows.view(*best.shape, -1) / best.unsqueeze(-1)
-    codes = quotients.round().clamp_(quantizer.lowest, quantizer.highest)
-    max_error = float(quotients.sub_(codes).abs_().max())
-    return RoundedRows(codes.to(torch.int8).view(rows.shape), best, None, max_error)
+    quotients = grouped / best.unsqueeze(-1)
+    numbers = quotients.round().clamp_(low, high)
+    max_error = float(quotients.sub_(numbers).abs_().max())
+    codes = numbers.add_(zeros.unsqueeze(-1)).to(torch.int8).view(rows.shape)
+    return RoundedRows(codes, best, widest.zeros, max_error)
 
 
 def packed_rows(codes: torch.Tensor, bits: int) -> Bytes:
