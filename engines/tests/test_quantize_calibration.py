@@ -155,8 +155,8 @@ def test_damaged_calibration_is_an_error(source, tmp_path):
         patched.setattr("sagellm.engines.quantize.run.ShardWriter.write", stop)
         with pytest.raises(KeyboardInterrupt):
             calibrated(source, tmp_path / "out")
-    (tmp_path / "out" / "calibration" / "00001.npz").write_bytes(b"PK\x03\x04")
-    with pytest.raises(CheckpointError, match=r"00001\.npz is damaged .*remove .*calibration"):
+    (tmp_path / "out" / "calibration" / "00001.safetensors").write_bytes(b"PK\x03\x04")
+    with pytest.raises(CheckpointError, match=r"00001\.safetensors.*remove .*calibration, and"):
         calibrated(source, tmp_path / "out")
 
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 
 from sagellm.accel.weights import WeightReader
 from sagellm.core import CheckpointError, ConfigError, TensorSpec
+from sagellm.engines.loading.checkpoint import SafetensorsWeights
 from sagellm.engines.loading.load import OpenedModel
+from sagellm.engines.loading.safetensors_header import PlacedTensor, read_header
 from sagellm.engines.progress import progress_bar
 from sagellm.engines.quantize.equalization import Factors, equalize_layer
 from sagellm.engines.quantize.plan import Plan
 from sagellm.engines.quantize.recording import record_inputs
+from sagellm.engines.quantize.tensor_file import write_floats
 from sagellm.engines.text.guarded_tokenizer import encode
 
 _MIN_TOKENS = 128
@@ -46,26 +45,25 @@ def digest_of(text: str) -> str:
 
 
 class Calibration:
-    """The factors of tensors, in a file for each layer; those of one tensor are in memory at a time."""
+    """The factors of tensors, in a file for each layer, of which what is used is mapped."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._places: dict[str, dict[str, Path]] = {}  # of each tensor: its arrays' files by what they are
-        for path in sorted(folder.glob("*.npz")) if folder is not None else ():
-            with _opened(path) as arrays:
-                for key in arrays.files:
-                    what, _, name = key.partition(":")
-                    self._places.setdefault(name, {})[what] = path
+        tensors: dict[str, PlacedTensor] = {}
+        for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
+            try:
+                tensors |= read_header(path)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}: remove {folder}, and it is made again") from error
+        self._weights = SafetensorsWeights(tensors)
 
     def get(self, name: str) -> Factors | None:
         """Return the factors of a tensor, None for one that has none."""
-        places = self._places.get(name)
-        if places is None:
-            return None
-        found = {}
-        for what, path in places.items():
-            with _opened(path) as arrays:
-                found[what] = torch.from_numpy(arrays[f"{what}:{name}"])
-        return Factors(**found)
+        found = {
+            what: torch.from_numpy(np.array(self._weights.get(TensorSpec(key, stored.shape))))
+            for what in ("outputs", "inputs", "products")
+            if (stored := self._weights.tensors.get(key := f"{what}:{name}")) is not None
+        }
+        return Factors(**found) if found else None
 
 
 def calibrate(opened: OpenedModel, plan: Plan, text: str, folder: Path) -> Calibration:
@@ -86,7 +84,7 @@ def calibrate(opened: OpenedModel, plan: Plan, text: str, folder: Path) -> Calib
     with progress_bar(label, total=len(recorded), unit="layers") as advance, torch.inference_mode():
         for index, (layer, inputs) in enumerate(zip(decoder.layers, recorded, strict=True)):
             found = equalize_layer(layer, inputs, formats, partial(_stored, opened))
-            _write(partial_folder / f"{index:05}.npz", found)
+            write_floats(partial_folder / f"{index:05}.safetensors", _named(found))
             advance(1)
     partial_folder.rename(folder)
     return Calibration(folder)
@@ -107,26 +105,10 @@ def _stored(opened: OpenedModel, tensor: TensorSpec) -> torch.Tensor:
     return WeightReader(opened.weights, _TORCH[opened.weights.tensors[tensor.name].dtype]).load(tensor)
 
 
-def _write(path: Path, found: Mapping[str, Factors]) -> None:
-    arrays = {
-        f"{what}:{name}": values.numpy()
+def _named(found: Mapping[str, Factors]) -> dict[str, torch.Tensor]:
+    return {
+        f"{what}:{name}": values
         for name, factors in found.items()
         for what, values in vars(factors).items()
         if values is not None
     }
-    with open(path, "wb") as file:
-        np.savez(file, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a file of arrays, which are read one by one. Raises CheckpointError."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            yield arrays
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise CheckpointError(
-            f"{path} is damaged ({error}); remove {path.parent}, and it is made again"
-        ) from error

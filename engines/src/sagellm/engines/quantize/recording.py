@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sagellm.accel.linear import LinearContext, LinearMethod
+from sagellm.accel.linear import LinearContext, Product
 from sagellm.accel.weights import WeightReader
-from sagellm.core import WHOLE, InputBatch, ModelMetrics, Shard
-from sagellm.core.protocols.model_spec import FusedLinear
+from sagellm.core import InputBatch, ModelMetrics
 from sagellm.engines.attention.sdpa import SDPABackend
 from sagellm.engines.loading.load import OpenedModel
 from sagellm.engines.models.causal_lm import BuildContext
@@ -42,19 +41,13 @@ class RecordedLayer:
     down: RecordedInputs
 
 
-class _RecordingLinear(LinearMethod):
-    """Multiplies as another method does, and keeps what it was given."""
+class _RecordingLinear(Product):
+    """Multiplies as another product does, and keeps what it was given."""
 
-    def __init__(self, method: LinearMethod, stride: int) -> None:
+    def __init__(self, method: Product, stride: int) -> None:
         self._method, self._stride = method, stride
         self._num_tokens, self._rows = 0, list[torch.Tensor]()
         self._sum: torch.Tensor | float = 0.0
-
-    def create(self, linear: FusedLinear, shard: Shard = WHOLE, dtype: torch.dtype = torch.float32) -> None:
-        raise AssertionError("the method is loaded already")
-
-    def load(self, part: int, weights: WeightReader) -> None:
-        raise AssertionError("the method is loaded already")
 
     def apply(self, x: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
         self._sum = self._sum + x.float().abs().sum(0)

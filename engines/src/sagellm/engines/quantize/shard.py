@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,17 +11,16 @@ import numpy.typing as npt
 import torch
 
 from sagellm.core import CheckpointError, InvalidInputError, WeightSource
-from sagellm.engines.loading.safetensors_header import ITEM_BYTES
 from sagellm.engines.progress import Advance
 from sagellm.engines.quantize.calibration import Calibration
 from sagellm.engines.quantize.equalization import Factors
 from sagellm.engines.quantize.formats import PACKED
 from sagellm.engines.quantize.plan import PlannedFile, PlannedTensor, PlannedWeight
 from sagellm.engines.quantize.rounding import packed_rows, round_rows
+from sagellm.engines.quantize.tensor_file import file_layout
 from sagellm.engines.whole_file import whole_file
 
 _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_ALIGNMENT = 8
 
 
 class ShardWriter:
@@ -41,7 +38,7 @@ class ShardWriter:
         Raises CheckpointError for weights that are not finite, OSError if the disk is full or fails.
         """
         tensors = [tensor for weight in file.weights for tensor in weight.tensors]
-        header, offsets = _layout(tensors)
+        header, offsets = file_layout(tensors)
         max_error = 0.0
         with whole_file(path) as partial, open(partial, "wb") as out:
             end = len(header) + sum(tensor.num_bytes for tensor in tensors)
@@ -130,23 +127,3 @@ def _scaled(rows: npt.NDArray[np.generic], begin: int, factors: Factors | None, 
 
 def _bytes(values: torch.Tensor) -> Any:
     return values.contiguous().view(torch.uint8).numpy().data
-
-
-def _layout(tensors: list[PlannedTensor]) -> tuple[bytes, dict[str, int]]:
-    """Return the header, and where each tensor begins in the file; wider types first, so all are aligned."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for tensor in sorted(tensors, key=lambda each: -ITEM_BYTES[each.dtype]):
-        end = begin + tensor.num_bytes
-        entries[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
-    return header, dict(_starts(entries, len(header)))
-
-
-def _starts(entries: Mapping[str, Any], header_bytes: int) -> Iterator[tuple[str, int]]:
-    for name, entry in entries.items():
-        if name != "__metadata__":
-            yield name, header_bytes + entry["data_offsets"][0]
