@@ -98,6 +98,7 @@ def sagellm_commands() -> list[Command]:
         Command("generate", f"{cli}.generate:app", "Answer prompts, or continue them."),
         Command("chat", f"{cli}.chat.command:app", "Chat with a model."),
         Command("verify", f"{cli}.verify:app", "Compare a model's greedy tokens with transformers'."),
+        Command("quantize", f"{cli}.quantize:app", "Write a checkpoint with quantized weights."),
         Command("plugins", f"{cli}.plugins:app", "List installed plugins, describe one, or test it."),
         Command("config", f"{cli}.config:app", "Show the settings and where they come from."),
         Command(

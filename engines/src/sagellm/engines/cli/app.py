@@ -11,7 +11,8 @@ from sagellm.engines import __version__
 from sagellm.engines.cli.lazy import Entry, LazyGroup, installed_commands
 
 _FIRST = (
-    *("generate", "chat", "serve", "verify", "bench", "benchmark", "simulate", "trace", "engine", "explain"),
+    *("generate", "chat", "serve", "verify", "quantize", "bench", "benchmark", "simulate", "trace"),
+    *("engine", "explain"),
     *("scheduler", "cache", "pool", "eviction", "tiers", "predictor", "accel", "comm"),
     *("plugins", "config", "doctor", "topology"),
 )

@@ -1,0 +1,1 @@
+"""Writing quantized checkpoints, in the format compressed-tensors."""
