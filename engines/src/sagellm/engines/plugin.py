@@ -29,6 +29,9 @@ def sagellm_providers() -> list[Provider]:
             f"{_PACKAGE}.loading.checkpoint:SafetensorsFormat",
             "Hugging Face's layout",
         ),
+        Provider(
+            "checkpoint_format", "gguf", f"{_PACKAGE}.loading.gguf:GGUFFormat", "llama.cpp's, in one file"
+        ),
         Provider("forward_backend", "torch", torch_backend, "torch operators, layer by layer"),
         Provider(
             "executor",

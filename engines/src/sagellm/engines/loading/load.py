@@ -36,6 +36,7 @@ from sagellm.engines.loading.tokenizer import check_tokenizer, open_tokenizer
 from sagellm.engines.progress import Advance, progress_bar
 
 if TYPE_CHECKING:
+    from sagellm.core.protocols.weight_form import CodedRows
     from sagellm.engines.config.sections import ModelConfig
     from sagellm.engines.text.tokenizer import Tokenizer
 
@@ -60,7 +61,8 @@ class OpenedModel:
     def files(self) -> set[Path]:
         """The files with config and weights."""
         config = self.path / CONFIG
-        weights = {tensor.path for tensor in self.weights.tensors.values()}
+        tensors = self.weights.tensors.values()
+        weights = {each.path for tensor in tensors for each in (tensor, *tensor.parts.values())}
         return weights | {config} if config.exists() else weights
 
     @contextmanager
@@ -92,8 +94,22 @@ class _CountedWeights(WeightSource):
             yield begin, rows
             del rows  # before the next piece is made
 
+    def coded_rows(self, tensor: TensorSpec, rows: slice, shard: Shard = WHOLE) -> CodedRows:
+        """Return rows of a quantized weight, and count what they take in its file, by their share of all."""
+        coded = self._weights.coded_rows(tensor, rows, shard)
+        stored = self.tensors[tensor.name]
+        self._add(tensor, -(-stored.num_bytes * len(coded.codes) // stored.shape[0]))
+        return coded
+
+    def input_order(self, tensor: TensorSpec) -> npt.NDArray[np.int64] | None:
+        """Return the order of a weight's inputs."""
+        return self._weights.input_order(tensor)
+
     def _count(self, tensor: TensorSpec, array: npt.NDArray[np.generic]) -> None:
-        num_bytes = min(array.nbytes, self._left[tensor.name])
+        self._add(tensor, array.nbytes)
+
+    def _add(self, tensor: TensorSpec, num_bytes: int) -> None:
+        num_bytes = min(num_bytes, self._left[tensor.name])
         self._left[tensor.name] -= num_bytes
         self._advance(num_bytes)
 
@@ -120,7 +136,7 @@ def open_checkpoint(
     dtype: str | torch.dtype = "auto",
     tokenizer_path: Path | None = None,
 ) -> OpenedModel:
-    """Open a directory and check config, headers, shapes and tokenizer."""
+    """Open a directory or file and check config, headers, shapes and tokenizer."""
     checkpoint = select_format(path, formats).open(path)
     config = checkpoint.config
     spec = select_family(config, families, frozenset(checkpoint.weights.tensors)).spec
