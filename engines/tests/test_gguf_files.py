@@ -314,6 +314,21 @@ def test_metadata_that_cannot_be_applied_is_named(
         GGUFFormat().open(path)
 
 
+def test_tensors_that_contradict_the_metadata_are_named(file: Path, tmp_path: Path) -> None:
+    path = rewritten(file, tmp_path / "m.gguf", llama__feed_forward_length=1024)
+    with pytest.raises(
+        CheckpointError, match=r"contradict its metadata: 3 of another shape: .*mlp\.gate_proj"
+    ):
+        open_checkpoint(path, FAMILIES, FORMATS)
+
+
+def test_another_tokenizer_may_be_given(llama: Path, file: Path, tmp_path: Path) -> None:
+    path = rewritten(file, tmp_path / "m.gguf", tokenizer__ggml__pre="viking")
+    with pytest.raises(UnsupportedModelError, match=r"divides words by 'viking'.*--tokenizer"):
+        answer(path)
+    assert answer(path, tokenizer=str(llama)) == answer(file)
+
+
 def test_what_nothing_applies_is_told(file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     GGUFFormat().open(rewritten(file, tmp_path / "m.gguf", llama__logit_scale=2.0))
     assert "llama.logit_scale, which this engine does not apply" in caplog.text

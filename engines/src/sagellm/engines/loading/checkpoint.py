@@ -129,13 +129,14 @@ def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         raise UnsupportedModelError(f"{checkpoint.path}: {refusal_of(method)}")
     if problems:
         is_headless = missing == [_HEAD] and len(problems) == 1
+        config = "metadata" if checkpoint.path.is_file() else CONFIG
         reason = (
             "It is a base model's checkpoint, which cannot generate, or incomplete"
             if is_headless
-            else f"The files belong to different checkpoints, or {CONFIG} was changed"
+            else f"The files belong to different checkpoints, or {config} was changed"
         )
         raise CheckpointError(
-            f"the tensors in {checkpoint.path} contradict its {CONFIG}: {'; '.join(problems)}. {reason}"
+            f"the tensors in {checkpoint.path} contradict its {config}: {'; '.join(problems)}. {reason}"
         )
 
 

@@ -114,10 +114,14 @@ def _inputs_of(rows: CodedRows, inputs: slice, stored: PlacedTensor, name: str) 
         )
     groups = slice(inputs.start // form.group_size, inputs.stop // form.group_size)
     num_bits = form.code.bits
-    zeros, offsets = (None if each is None else each[:, groups] for each in (rows.zeros, rows.offsets))
+    scales, zeros, offsets = (
+        None if each is None else np.ascontiguousarray(each[:, groups])
+        for each in (rows.scales, rows.zeros, rows.offsets)
+    )
+    assert scales is not None, "every form has scales"
     return CodedRows(
         codes=np.ascontiguousarray(rows.codes[:, inputs.start * num_bits // 8 : inputs.stop * num_bits // 8]),
-        scales=rows.scales[:, groups],
+        scales=scales,
         zeros=zeros,
         offsets=offsets,
     )

@@ -11,14 +11,20 @@ _MAX_PARTS = 1000
 
 
 def gguf_in(path: Path) -> Path | None:
-    """Return the GGUF file that a path stands for, of one in parts the first, or None."""
+    """Return the GGUF file that a path stands for, of one in parts the first, or None.
+
+    A directory stands for its only one, if it has no safetensors.
+    """
     if not path.is_dir():
         return path if path.suffix.lower() == SUFFIX else None
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
-    if not files or any(path.glob("*.safetensors")):
+    try:
+        names = sorted(file.name for file in path.iterdir())
+    except OSError:
         return None
-    parts = parts_of(files[0].name)
-    return files[0] if [file.name for file in files] == parts or len(files) == 1 else None
+    files = [name for name in names if name.lower().endswith(SUFFIX)]
+    if not files or any(name.endswith(".safetensors") for name in names):
+        return None
+    return path / files[0] if len(files) == 1 or files == parts_of(files[0]) else None
 
 
 def parts_of(name: str) -> list[str]:

@@ -77,6 +77,7 @@ def _half(blocks: _Bytes, at: int) -> npt.NDArray[np.float16]:
 
 
 def _flat(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """Return (rows, …) as (rows, all)."""
     return array.reshape(len(array), -1)
 
 
