@@ -27,6 +27,8 @@ SHAPES = {
     "head": (151936, 1024, False),
 }
 KINDS = {"bf16": (0, 16.0), "int8": (1, 8.0), "int4": (2, 4.25), "f32": (3, 32.0)}  # code, bits a weight
+# Weights that stay codes and are multiplied in bf16, in groups of 128 with half scales: code, bits of a code
+CODED = {"int4 as bf16": (1, 4), "int8 as bf16": (2, 8), "fp8 as bf16": (3, 8), "fp4 as bf16": (5, 4)}
 GROUP = 128
 COLD_BYTES = 300 << 20
 POINTER, INT64 = ctypes.c_void_p, ctypes.c_int64
@@ -36,6 +38,7 @@ def functions_of(variant: str | None) -> ctypes.CDLL:
     """Load a variant, or the fastest, and say what the functions for single products return."""
     functions = best_or_named(variant).functions
     functions.sage_linear_create.restype = POINTER
+    functions.sage_linear_create_coded.restype = POINTER
     return functions
 
 
@@ -57,9 +60,13 @@ class Weights:
 
     def __init__(self, library: ctypes.CDLL, kind: str, shape: str) -> None:
         self.n, self.k, self.is_gated = SHAPES[shape]
-        self.library, (self.code, bits) = library, KINDS[kind]
-        self.num_bytes = self.n * self.k * bits / 8
+        self.library = library
         random = np.random.default_rng(0)
+        if kind in CODED:
+            self._pack_codes(*CODED[kind], random)
+            return
+        self.code, bits = KINDS[kind]
+        self.num_bytes = self.n * self.k * bits / 8
         if kind in ("int8", "int4"):
             limit = 128 if kind == "int8" else 8
             rows: Any = random.integers(-limit, limit, (self.n, self.k), np.int8)
@@ -77,6 +84,20 @@ class Weights:
                 POINTER(handle), INT64(0), INT64(self.n), address(rows), INT64(self.k), address(scales)
             )
             self.handles[i] = handle
+
+    def _pack_codes(self, code: int, bits: int, random: np.random.Generator) -> None:
+        codes = random.integers(0, 120, (self.n, self.k * bits // 8), np.uint8)
+        scales = np.full((self.n, self.k // GROUP), 0.01, np.float16)
+        self.num_bytes = codes.nbytes + scales.nbytes
+        self.num_copies = max(2, int(COLD_BYTES / self.num_bytes))
+        self.handles = (POINTER * self.num_copies)()
+        for i in range(self.num_copies):
+            self.handles[i] = handle = self.library.sage_linear_create_coded(
+                0, int(self.is_gated), INT64(self.n), INT64(self.k), INT64(GROUP), None, code, 1, 0, 0
+            )
+            self.library.sage_linear_pack_codes(
+                POINTER(handle), INT64(0), INT64(self.n), address(codes), address(scales), None, None
+            )
 
     def close(self) -> None:
         for handle in self.handles:
@@ -153,7 +174,9 @@ def main() -> None:
     )
     parser.add_argument("--variant", choices=VARIANTS, help="default: the fastest")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["gate_up", "down", "qkv", "o"])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["bf16", "int8", "int4"])
+    parser.add_argument(
+        "--kinds", nargs="+", choices=(*KINDS, *CODED), default=["bf16", "int8", "int4", *CODED]
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 32, 128, 512])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=3)

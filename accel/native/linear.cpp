@@ -1,6 +1,7 @@
 // How a product is cut into parts, and which kernel computes them.
 #include "linear.h"
 
+#include "linear_codes.h"
 #include "linear_layout.h"
 
 #if defined(__AMX_TILE__)
@@ -31,7 +32,7 @@ bool takes_tiles(const Product& p) {
 }
 #endif
 
-void multiply_part(const Product& p, const Part& part) {
+void multiply_plain(const Product& p, const Part& part) {
 #if defined(__AMX_TILE__)
   if (takes_tiles(p)) {
     multiply_tiles(p, part);
@@ -39,6 +40,26 @@ void multiply_part(const Product& p, const Part& part) {
   }
 #endif
   multiply_rows(p, part);
+}
+
+// Panel by panel: codes become a panel of the kind, which stays in L2 while its row groups go by.
+void multiply_codes(const Product& p, const Part& part) {
+  const Expander expander(p.weight);
+#if defined(__AMX_TILE__)
+  if (takes_tiles(p) && p.input.num_row_groups == 1) return multiply_tiles(p, part, &expander);
+#endif
+  static thread_local Scratch scratch;
+  unsigned char* memory = scratch.get(expander.num_blocks() * expander.block_bytes());
+  Product expanded = p;
+  expanded.expanded = memory;
+  for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
+    expander.whole(expander.panel(panel), memory);
+    multiply_plain(expanded, {panel, panel + 1, part.group_begin, part.group_end});
+  }
+}
+
+void multiply_part(const Product& p, const Part& part) {
+  p.weight.coding.code == Code::none ? multiply_plain(p, part) : multiply_codes(p, part);
 }
 
 // Row groups whose activations stay in L2 while panels go by.
@@ -69,7 +90,7 @@ void run(Team& team, const Product& p) {
   if (num_groups == 0) return team.barrier();
   const int64_t num_panels = p.panels.num_panels;
   if (num_groups == 1) {
-    const int64_t grain = ceil_div(kStreamBytes, p.panels.panel_bytes);
+    const int64_t grain = ceil_div(kStreamBytes, stored_panel_bytes(p.weight, p.panels));
     team.share(num_panels, smaller(grain, ceil_div(num_panels, team.size())),
                [&](int64_t begin, int64_t end) { multiply_part(p, {begin, end, 0, 1}); });
     return;

@@ -8,6 +8,16 @@ namespace sage {
 
 enum class WeightKind : int32_t { bf16 = 0, int8 = 1, int4 = 2, f32 = 3 };
 
+// What a code stands for: -8 ... 7 as a nibble plus 8, an integer, OCP's 8-bit and 4-bit floats.
+enum class Code : int32_t { none = 0, int4 = 1, int8 = 2, e4m3 = 3, e5m2 = 4, e2m1 = 5 };
+
+// How a bf16 or f32 weight is stored that stays codes: (number - zero) * scale - offset, by group.
+struct Coding {
+  Code code = Code::none;
+  bool has_half_scales = false;  // in half floats
+  bool has_zeros = false, has_offsets = false;
+};
+
 // A matrix (n outputs, k inputs), packed once at load. The memory behind `data` and `scales` is the caller's.
 // `is_gated`: the first n / 2 outputs are a gate and the others what it multiplies; they are packed side by
 // side, panel by panel, and a product has n / 2 columns, silu(gate) * up.
@@ -15,12 +25,13 @@ struct Weight {
   WeightKind kind;
   bool is_gated;
   int64_t n, k;
-  int64_t group;         // inputs per scale (int4)
+  int64_t group;         // inputs per scale (int4, codes); 0: all
   unsigned char* data;   // 64-byte aligned, weight_bytes() long; scales and sums lie inside where a kernel wants them
   const float* bias;     // (n) or null
+  Coding coding = {};
 };
 
-int64_t weight_bytes(WeightKind kind, int64_t n, int64_t k, int64_t group);
+int64_t weight_bytes(const Weight&);
 
 // Packs outputs [begin, begin + count); `stride` is in elements. Different outputs may be packed at once by
 // different threads if `begin` and `count` are multiples of `pack_granularity()` (or reach the end).
@@ -31,6 +42,17 @@ void pack_f32(const Weight&, int64_t begin, int64_t count, const float* rows, in
 void pack_int8(const Weight&, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales);
 // values -8 ... 7 in a byte each; scales (count, k / group)
 void pack_int4(const Weight&, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales);
+
+// Some outputs of a weight as its checkpoint has it: codes a byte each, or two nibbles to a byte, the first in the low
+// bits. Groups are counted in inputs; k is a multiple of 16.
+struct CodedRows {
+  const unsigned char* codes;  // (count, k or k / 2)
+  const void* scales;          // (count, groups) float32, or half floats as the weight's coding says
+  const int8_t* zeros;         // (count, groups) or null
+  const float* offsets;        // (count, groups) or null
+};
+int64_t coded_bits(const Weight&);  // of a code as it is given
+void pack_codes(const Weight&, int64_t begin, int64_t count, const CodedRows&);
 // One output as floats: what the packed weight stands for (embedding rows, tests).
 void unpack_row(const Weight&, int64_t output, float* row);
 
@@ -40,7 +62,17 @@ struct Input {
   WeightKind kind;
   int64_t rows, k, group;
   unsigned char* memory;
+  bool has_one_scale = false;  // int4: one scale per row instead of one per group
 };
+
+// What activations are rounded to and back before a product: int8 or e4m3, with one scale for `group` inputs (0: a row),
+// their largest magnitude over 127 or 448; or with `scale`, if it is not 0.
+struct Rounding {
+  Code code;
+  int64_t group;
+  float scale;
+};
+void round_row(const Rounding&, const float* x, int64_t k, float* out);
 
 int64_t input_bytes(WeightKind kind, int64_t rows, int64_t k, int64_t group);
 // Different rows may be set by different threads.

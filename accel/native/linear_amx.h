@@ -5,9 +5,7 @@
 // each sum is one chain over k, so that a row's bits do not depend on the number of rows. int4 with at most 8 rows goes
 // to the AVX-512 kernel (linear.cpp): its sums are exact integers, scaled in the same order.
 #pragma once
-#include <cstdlib>
-#include <memory>
-
+#include "linear_codes.h"
 #include "linear_epilogue.h"
 
 namespace sage::linear {
@@ -35,25 +33,6 @@ constexpr int64_t kInputInL2 = 1152 << 10;
 inline int64_t steps_in_l2(int64_t num_steps) { return ceil_div(num_steps, ceil_div(num_steps, kStepsInL2)); }
 inline int64_t row_groups_in_l2(int64_t num_steps) { return kInputInL2 / (steps_in_l2(num_steps) * 2 * kTileBytes); }
 constexpr int64_t kPanelsAtOnce = 8;                // whose sums rest in memory where k is cut
-
-// Memory of one thread, kept until it ends.
-class Scratch {
- public:
-  unsigned char* get(int64_t bytes) {
-    if (bytes > size_) {
-      memory_.reset(static_cast<unsigned char*>(std::aligned_alloc(64, static_cast<size_t>(round_up(bytes, 64)))));
-      size_ = bytes;
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(unsigned char* p) const { std::free(p); }
-  };
-  std::unique_ptr<unsigned char, Free> memory_;
-  int64_t size_ = 0;
-};
 
 // Tiles for row groups of `height` rows and steps of `step_bytes`; released at the end of the scope.
 class TileShapes {
@@ -213,20 +192,30 @@ class Unfinished {
   float* sums_ = nullptr;
 };
 
-// One row group: the weights go by once.
+// One row group: the weights go by once. Codes are expanded a step, which is a block of bf16, ahead of its product:
+// tiles cannot be loaded from stores that have not ended.
 template <WeightKind kind, bool two>
-void stream_panels(const Product& p, const Part& part) {
+void stream_panels(const Product& p, const Part& part, const Expander* expander) {
   const TileShapes shapes(p.input.height, 64);
   alignas(64) float sums[2][kSumFloats];
+  alignas(64) unsigned char block_of_codes[2][2 * kTileBytes];
   Unfinished<kind> before(p);
   const int64_t num_steps = p.input.depth.num_steps(), block = p.input.block_bytes();
   for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
-    const unsigned char* weights = p.panel(panel);
+    const unsigned char* weights = expander == nullptr ? p.panel(panel) : expander->panel(panel);
     const unsigned char* rows = p.rows_at(part.group_begin);
     zero_sums<two>();
-    for (int64_t step = 0; step < num_steps; ++step, rows += block, weights += 2 * kTileBytes) {
-      fetch<_MM_HINT_T1>(weights + kBytesAhead, 2 * kTileBytes);
-      tile_step<kind, two>(rows, weights, 64);
+    if (expander != nullptr) expander->block(weights, 0, block_of_codes[0]);
+    for (int64_t step = 0; step < num_steps; ++step, rows += block) {
+      if (expander == nullptr) {
+        fetch<_MM_HINT_T1>(weights + kBytesAhead, 2 * kTileBytes);
+        tile_step<kind, two>(rows, weights, 64);
+        weights += 2 * kTileBytes;
+      } else {
+        if (step + 1 < num_steps) expander->block(weights, step + 1, block_of_codes[(step + 1) % 2]);
+        settle_memory();
+        tile_step<kind, two>(rows, block_of_codes[step % 2], 64);
+      }
       before.step();
     }
     before.finish_all();
@@ -361,19 +350,21 @@ void int4_panels(const Product& p, const Part& part) {
 }
 
 template <bool two>
-void multiply_tiles_of(const Product& p, const Part& part) {
+void multiply_tiles_of(const Product& p, const Part& part, const Expander* expander) {
   const bool is_bf16 = p.weight.kind == WeightKind::bf16;
   if (p.weight.kind == WeightKind::int4) {
     int4_panels<two>(p, part);
   } else if (p.input.num_row_groups == 1) {
-    is_bf16 ? stream_panels<WeightKind::bf16, two>(p, part) : stream_panels<WeightKind::int8, two>(p, part);
+    is_bf16 ? stream_panels<WeightKind::bf16, two>(p, part, expander)
+            : stream_panels<WeightKind::int8, two>(p, part, nullptr);
   } else {
     is_bf16 ? block_panels<WeightKind::bf16, two>(p, part) : block_panels<WeightKind::int8, two>(p, part);
   }
 }
 
-inline void multiply_tiles(const Product& p, const Part& part) {
-  p.input.height > 16 ? multiply_tiles_of<true>(p, part) : multiply_tiles_of<false>(p, part);
+// With an expander there is one row group, whose panels it expands as they are multiplied.
+inline void multiply_tiles(const Product& p, const Part& part, const Expander* expander = nullptr) {
+  p.input.height > 16 ? multiply_tiles_of<true>(p, part, expander) : multiply_tiles_of<false>(p, part, expander);
 }
 
 }  // namespace sage::linear

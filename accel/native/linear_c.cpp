@@ -33,17 +33,43 @@ struct SagePacked {
   std::unique_ptr<float[]> bias;
 };
 
-// `bias` (n) or null. Freed by sage_linear_free.
-SAGE_EXPORT SagePacked* sage_linear_create(int32_t kind, int32_t is_gated, int64_t n, int64_t k, int64_t group, const float* bias) {
+namespace {
+
+SagePacked* create(int32_t kind, int32_t is_gated, int64_t n, int64_t k, int64_t group, const float* bias, sage::Coding coding) {
   auto linear = std::make_unique<SagePacked>();
-  const auto weight_kind = static_cast<sage::WeightKind>(kind);
-  linear->data = allocate(sage::weight_bytes(weight_kind, n, k, group));
+  linear->weight = {static_cast<sage::WeightKind>(kind), is_gated != 0, n, k, group, nullptr, nullptr, coding};
+  const int64_t num_bytes = sage::weight_bytes(linear->weight);
+  linear->data = allocate(num_bytes);
   if (bias != nullptr) {
     linear->bias = std::make_unique<float[]>(static_cast<size_t>(n));
     for (int64_t i = 0; i < n; ++i) linear->bias[static_cast<size_t>(i)] = bias[i];
   }
-  linear->weight = {weight_kind, is_gated != 0, n, k, group, linear->data.get(), linear->bias.get()};
+  linear->weight.data = linear->data.get();
+  linear->weight.bias = linear->bias.get();
   return linear.release();
+}
+
+}  // namespace
+
+// `bias` (n) or null. Freed by sage_linear_free.
+SAGE_EXPORT SagePacked* sage_linear_create(int32_t kind, int32_t is_gated, int64_t n, int64_t k, int64_t group, const float* bias) {
+  return create(kind, is_gated, n, k, group, bias, {});
+}
+
+// The same of a weight that stays codes.
+SAGE_EXPORT SagePacked* sage_linear_create_coded(int32_t kind, int32_t is_gated, int64_t n, int64_t k, int64_t group, const float* bias,
+                                                 int32_t code, int32_t has_half_scales, int32_t has_zeros, int32_t has_offsets) {
+  return create(kind, is_gated, n, k, group, bias,
+                {static_cast<sage::Code>(code), has_half_scales != 0, has_zeros != 0, has_offsets != 0});
+}
+
+SAGE_EXPORT void sage_linear_pack_codes(SagePacked* linear, int64_t begin, int64_t count, const void* codes, const void* scales,
+                                        const int8_t* zeros, const float* offsets) {
+  sage::pack_codes(linear->weight, begin, count, {static_cast<const unsigned char*>(codes), scales, zeros, offsets});
+}
+
+SAGE_EXPORT void sage_linear_round_row(int32_t code, int64_t group, float scale, const float* x, int64_t k, float* out) {
+  sage::round_row({static_cast<sage::Code>(code), group, scale}, x, k, out);
 }
 
 SAGE_EXPORT void sage_linear_free(SagePacked* linear) { delete linear; }
@@ -61,8 +87,7 @@ SAGE_EXPORT void sage_linear_pack(SagePacked* linear, int64_t begin, int64_t cou
 }
 
 SAGE_EXPORT int64_t sage_linear_bytes(const SagePacked* linear) {
-  const sage::Weight& w = linear->weight;
-  return sage::weight_bytes(w.kind, w.n, w.k, w.group);
+  return sage::weight_bytes(linear->weight);
 }
 
 SAGE_EXPORT int64_t sage_linear_pack_granularity() { return sage::pack_granularity(); }

@@ -1,4 +1,5 @@
 // Activations into the form that products take.
+#include <cstdint>
 #include <cstring>
 #include <limits>
 
@@ -80,12 +81,13 @@ int32_t put_integers(unsigned char* to, const float* x, int64_t count, int64_t s
 
 void set_quantized_row(const InputLayout& layout, const Input& input, unsigned char* row, int64_t index, const float* x) {
   const Depth& depth = layout.depth;
+  const Quantizer whole(input.has_one_scale ? largest_magnitude(x, depth.k) : 0.0f);
   auto* scales = reinterpret_cast<float*>(input.memory + layout.scales_at()) + index * depth.num_groups;
   auto* sums = reinterpret_cast<int32_t*>(input.memory + layout.sums_at()) + index * depth.num_groups;
   for (int64_t group = 0; group < depth.num_groups; ++group) {
     const float* from = x + depth.begin(group);
     const int64_t size = depth.size(group);
-    const Quantizer quantizer(largest_magnitude(from, size));
+    const Quantizer quantizer = input.has_one_scale ? whole : Quantizer(largest_magnitude(from, size));
     int32_t total = 0;
     for (int64_t i = 0; i < depth.steps_per_group; ++i, row += layout.block_bytes()) {
       total += put_integers(row, from + i * depth.step, size - i * depth.step, depth.step, takes_words(input.kind), quantizer);
@@ -95,8 +97,55 @@ void set_quantized_row(const InputLayout& layout, const Input& input, unsigned c
   }
 }
 
+// The nearest multiple of 2^-9 below the least normal number, else the nearest number with three bits of fraction.
+float nearest_e4m3(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t sign = bits & 0x80000000u, size = bits & 0x7fffffffu;
+  const uint32_t rounded = (size + 0x7ffffu + (size >> 20 & 1)) & 0xfff00000u;
+  float magnitude, normal;
+  std::memcpy(&magnitude, &size, 4);
+  std::memcpy(&normal, &rounded, 4);
+  const float small = (magnitude + 16384.0f) - 16384.0f;
+  const float nearest = magnitude < 0.015625f ? small : normal;
+  std::memcpy(&bits, &nearest, 4);
+  bits |= sign;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+void round_group(const Rounding& rounding, const float* x, int64_t count, float* out) {
+  const bool is_int8 = rounding.code == Code::int8;
+  const float limit = is_int8 ? 127.0f : 448.0f;
+  const float scale = rounding.scale != 0.0f ? rounding.scale : largest_magnitude(x, count) / limit;
+  if (scale == 0.0f) {
+    std::memset(out, 0, static_cast<size_t>(count) * 4);
+    return;
+  }
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Vec divided = div(load(x + i, count - i), all(scale));
+    const Vec bounded = is_int8 ? clamp(round(divided), -limit, limit) : clamp(divided, -limit, limit);
+    if (count - i >= kLanes) {
+      store(out + i, bounded);
+    } else {
+      store(out + i, bounded, count - i);
+    }
+  }
+  if (!is_int8) {
+    for (int64_t i = 0; i < count; ++i) out[i] = nearest_e4m3(out[i]);
+  }
+  for (int64_t i = 0; i < count; ++i) out[i] *= scale;
+}
+
 }  // namespace
 }  // namespace linear
+
+void round_row(const Rounding& rounding, const float* x, int64_t k, float* out) {
+  const int64_t group = rounding.group > 0 ? rounding.group : k;
+  for (int64_t begin = 0; begin < k; begin += group) {
+    linear::round_group(rounding, x + begin, k - begin < group ? k - begin : group, out + begin);
+  }
+}
 
 int64_t input_bytes(WeightKind kind, int64_t rows, int64_t k, int64_t group) {
   return linear::InputLayout(kind, rows, k, group).total_bytes();

@@ -15,6 +15,8 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
 
 #include "vectors.h"
 #include "linear.h"
@@ -118,6 +120,36 @@ struct PanelLayout {
   }
 };
 
+// Where one output goes.
+struct Column {
+  int64_t panel, lane;
+};
+
+inline Column column_of(const Weight& w, const PanelLayout& panels, int64_t output) {
+  const bool is_right = w.is_gated && output >= w.n / 2;
+  const int64_t position = is_right ? output - w.n / 2 : output;
+  return {position / panels.width, position % panels.width + (is_right ? kLanes : 0)};
+}
+
+// Memory of one thread, kept until it ends.
+class Scratch {
+ public:
+  unsigned char* get(int64_t bytes) {
+    if (bytes > size_) {
+      memory_.reset(static_cast<unsigned char*>(std::aligned_alloc(64, static_cast<size_t>(round_up(bytes, 64)))));
+      size_ = bytes;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(unsigned char* p) const { std::free(p); }
+  };
+  std::unique_ptr<unsigned char, Free> memory_;
+  int64_t size_ = 0;
+};
+
 // Byte of input `k` (within its group) of a panel's column.
 inline int64_t quad_offset(int64_t k_byte, int64_t column) {
   return k_byte / 4 * kLineBytes + column * 4 + k_byte % 4;
@@ -153,13 +185,16 @@ struct Product {
   float* out;
   int64_t stride;
   const Next* next = nullptr;  // where the result goes instead of `out`
+  const unsigned char* expanded = nullptr;  // the only panel that is multiplied, where the weight's own are codes
 
   Product(const Weight& w, const Input& x, Into how, float* result, int64_t result_stride)
       : weight(w), panels(w), input(x), activations(x.memory), into(how), out(result), stride(result_stride) {
     scales = reinterpret_cast<const float*>(x.memory + input.scales_at());
     sums = reinterpret_cast<const int32_t*>(x.memory + input.sums_at());
   }
-  const unsigned char* panel(int64_t index) const { return weight.data + index * panels.panel_bytes; }
+  const unsigned char* panel(int64_t index) const {
+    return expanded != nullptr ? expanded : weight.data + index * panels.panel_bytes;
+  }
   const unsigned char* rows_at(int64_t row_group) const { return activations + row_group * input.row_group_bytes(); }
   int64_t first_row(int64_t row_group) const { return row_group * input.height; }
   int64_t num_rows(int64_t row_group) const {

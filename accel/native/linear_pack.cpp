@@ -1,22 +1,13 @@
 // Weights into panels and back.
 #include <cstring>
+#include <vector>
 
+#include "linear_codes.h"
 #include "linear_layout.h"
 
 namespace sage {
 namespace linear {
 namespace {
-
-// Where one output goes.
-struct Column {
-  int64_t panel, lane;
-};
-
-Column column_of(const Weight& w, const PanelLayout& panels, int64_t output) {
-  const bool is_right = w.is_gated && output >= w.n / 2;
-  const int64_t position = is_right ? output - w.n / 2 : output;
-  return {position / panels.width, position % panels.width + (is_right ? kLanes : 0)};
-}
 
 struct Packer {
   const Weight& w;
@@ -135,6 +126,43 @@ void pack_plain(const Weight& w, int64_t begin, int64_t count, const Element* ro
   }
 }
 
+// Integers that are multiplied as such.
+void pack_integers(const Weight& w, int64_t begin, int64_t count, const CodedRows& rows) {
+  const auto* scales = static_cast<const float*>(rows.scales);
+  if (w.kind == WeightKind::int8) {
+    return pack_int8(w, begin, count, reinterpret_cast<const int8_t*>(rows.codes), w.k, scales);
+  }
+  std::vector<int8_t> values(static_cast<size_t>(count * w.k));
+  for (int64_t i = 0; i < count * w.k; i += 2) {
+    values[static_cast<size_t>(i)] = static_cast<int8_t>((rows.codes[i / 2] & 15) - 8);
+    values[static_cast<size_t>(i + 1)] = static_cast<int8_t>((rows.codes[i / 2] >> 4) - 8);
+  }
+  pack_int4(w, begin, count, values.data(), w.k, scales);
+}
+
+// Writes the codes of one output.
+void put_codes(const Weight& w, const CodedLayout& layout, unsigned char* panel, int64_t lane, const unsigned char* row) {
+  const int64_t half = lane / kLanes, place = lane % kLanes;
+  if (bits_of(w.coding.code) == 8) {
+    for (int64_t k = 0; k < w.k; k += 2) {
+      const int64_t pair = k % kBlock / 2;
+      std::memcpy(panel + layout.codes_at(k / kBlock) + (2 * pair + half) * 2 * kLanes + 2 * place, row + k, 2);
+    }
+    return;
+  }
+  const int64_t shift = 4 * (place / (kLanes / 2)), word = 2 * (place % (kLanes / 2));
+  const uint32_t kept = ~(0x0f0f0f0fu << shift);
+  for (int64_t k = 0; k < w.k; k += 8) {  // the nibbles of four pairs
+    uint32_t both, words[2];
+    std::memcpy(&both, row + k / 2, 4);
+    unsigned char* to = panel + layout.codes_at(k / kBlock) + (k % kBlock / 8 * 2 + half) * kHalfBytes + word * 4;
+    std::memcpy(words, to, 8);
+    words[0] = (words[0] & kept) | (both & 0x0f0f0f0fu) << shift;
+    words[1] = (words[1] & kept) | (both >> 4 & 0x0f0f0f0fu) << shift;
+    std::memcpy(to, words, 8);
+  }
+}
+
 float from_bf16(const unsigned char* at) {
   uint16_t half;
   std::memcpy(&half, at, 2);
@@ -150,17 +178,35 @@ float from_f32(const unsigned char* at) {
   return x;
 }
 
+// One output of codes: its panel's block expanded, of which one lane is read.
+void unpack_codes(const Weight& w, int64_t output, float* row) {
+  const Expander expander(w);
+  const Column c = column_of(w, PanelLayout(w), output);
+  const bool is_bf16 = w.kind == WeightKind::bf16;
+  alignas(64) unsigned char block[kBlock * kPanel * 4];
+  for (int64_t begin = 0; begin < w.k; begin += kBlock) {
+    expander.block(expander.panel(c.panel), begin / kBlock, block);
+    for (int64_t k = 0; k < kBlock && begin + k < w.k; ++k) {
+      if (!is_bf16) {
+        row[begin + k] = from_f32(block + quad_offset(4 * k, c.lane));
+      } else {
+        row[begin + k] = from_bf16(block + (kHasTiles ? tile_offset(2 * k, c.lane) : quad_offset(2 * k, c.lane)));
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace linear
 
 using linear::Column;
 using linear::Packer;
 
-int64_t weight_bytes(WeightKind kind, int64_t n, int64_t k, int64_t group) {
+int64_t weight_bytes(const Weight& w) {
   // Halves of a gated weight end in panels of their own, so that one may need a panel more.
-  const linear::PanelLayout plain(kind, false, n, k, group), gated(kind, true, n, k, group);
+  const linear::PanelLayout plain(w.kind, false, w.n, w.k, w.group), gated(w.kind, true, w.n, w.k, w.group);
   const int64_t num_panels = plain.num_panels > gated.num_panels ? plain.num_panels : gated.num_panels;
-  return num_panels * plain.panel_bytes;
+  return num_panels * linear::stored_panel_bytes(w, plain);
 }
 
 int64_t pack_granularity() { return linear::kPanel; }
@@ -188,7 +234,34 @@ void pack_int4(const Weight& w, int64_t begin, int64_t count, const int8_t* rows
   });
 }
 
+int64_t coded_bits(const Weight& w) {
+  if (w.coding.code == Code::none) return w.kind == WeightKind::int4 ? 4 : 8;
+  return linear::bits_of(w.coding.code);
+}
+
+void pack_codes(const Weight& w, int64_t begin, int64_t count, const CodedRows& rows) {
+  if (w.coding.code == Code::none) return linear::pack_integers(w, begin, count, rows);
+  const linear::CodedLayout layout(w);
+  const linear::PanelLayout panels(w);
+  const int64_t row_bytes = w.k * linear::bits_of(w.coding.code) / 8;
+  const int64_t num_stored = w.group > 0 ? w.k / w.group : 1;
+  const int64_t scale_bytes = w.coding.has_half_scales ? 2 : 4;
+  for (int64_t i = 0; i < count; ++i) {
+    const Column column = linear::column_of(w, panels, begin + i);
+    unsigned char* panel = w.data + column.panel * layout.panel_bytes;
+    linear::put_codes(w, layout, panel, column.lane, rows.codes + i * row_bytes);
+    for (int64_t set = 0; set < num_stored * layout.repeats; ++set) {
+      unsigned char* to = panel + layout.set_at(set / layout.sets_per_unit, set % layout.sets_per_unit);
+      const int64_t from = i * num_stored + set / layout.repeats;
+      std::memcpy(to + column.lane * scale_bytes, static_cast<const char*>(rows.scales) + from * scale_bytes, scale_bytes);
+      if (w.coding.has_zeros) to[layout.zeros_at + column.lane] = static_cast<unsigned char>(rows.zeros[from]);
+      if (w.coding.has_offsets) std::memcpy(to + layout.offsets_at + column.lane * 4, rows.offsets + from, 4);
+    }
+  }
+}
+
 void unpack_row(const Weight& w, int64_t output, float* row) {
+  if (w.coding.code != Code::none) return linear::unpack_codes(w, output, row);
   const Packer packer(w);
   const linear::Depth& depth = packer.panels.depth;
   const Column c = linear::column_of(w, packer.panels, output);

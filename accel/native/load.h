@@ -16,6 +16,9 @@ Finding pack_rows(const Weight&, int64_t begin, int64_t count, Stored, const voi
 Finding quantize_rows(const Weight&, int64_t begin, int64_t count, Stored, const void* rows, float clip_ratio,
                       float* max_error, int num_threads, bool search_scales);
 
+// Packs outputs from codes.
+void pack_coded_rows(const Weight&, int64_t begin, int64_t count, const CodedRows&, int num_threads);
+
 // Converts values to bf16 or f32.
 Finding convert(Stored, const void* values, int64_t count, Stored target, void* out, int num_threads);
 

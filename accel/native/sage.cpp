@@ -16,15 +16,6 @@ struct SageHandle {
   sage::Model model;
 };
 
-namespace {
-
-sage::Weight as_weight(const SageLinear& linear) {
-  return {static_cast<sage::WeightKind>(linear.kind), linear.is_gated != 0, linear.n, linear.k, linear.group,
-          linear.data, linear.bias};
-}
-
-}  // namespace
-
 const char* sage_variant(void) {
 #if defined(__AMX_TILE__)
   return "amx";
@@ -44,22 +35,26 @@ int sage_prepare(void) {
   return 0;
 }
 
-int64_t sage_weight_bytes(int32_t kind, int64_t n, int64_t k, int64_t group) {
-  return sage::weight_bytes(static_cast<sage::WeightKind>(kind), n, k, group);
-}
+int64_t sage_weight_bytes(const SageLinear* linear) { return sage::weight_bytes(sage::as_weight(*linear)); }
 
 int64_t sage_pack_granularity(void) { return sage::pack_granularity(); }
 
 int sage_pack(const SageLinear* linear, int64_t begin, int64_t count, int32_t stored, const void* rows,
               int32_t num_threads) {
-  return static_cast<int>(sage::pack_rows(as_weight(*linear), begin, count, static_cast<sage::Stored>(stored), rows,
+  return static_cast<int>(sage::pack_rows(sage::as_weight(*linear), begin, count, static_cast<sage::Stored>(stored), rows,
                                           num_threads));
 }
 
 int sage_pack_quantized(const SageLinear* linear, int64_t begin, int64_t count, int32_t stored, const void* rows,
                         float clip_ratio, float* max_error, int32_t num_threads, int32_t search_scales) {
-  return static_cast<int>(sage::quantize_rows(as_weight(*linear), begin, count, static_cast<sage::Stored>(stored),
+  return static_cast<int>(sage::quantize_rows(sage::as_weight(*linear), begin, count, static_cast<sage::Stored>(stored),
                                               rows, clip_ratio, max_error, num_threads, search_scales != 0));
+}
+
+void sage_pack_codes(const SageLinear* linear, int64_t begin, int64_t count, const void* codes, const void* scales,
+                     const int8_t* zeros, const float* offsets, int32_t num_threads) {
+  sage::pack_coded_rows(sage::as_weight(*linear), begin, count,
+                        {static_cast<const unsigned char*>(codes), scales, zeros, offsets}, num_threads);
 }
 
 int sage_convert(int32_t stored, const void* values, int64_t count, int32_t target, void* out, int32_t num_threads) {

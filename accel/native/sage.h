@@ -13,12 +13,18 @@ extern "C" {
 enum { SAGE_STORED_BF16 = 0, SAGE_STORED_F16 = 1, SAGE_STORED_F32 = 2, SAGE_STORED_F64 = 3 };
 enum { SAGE_OK = 0, SAGE_NOT_FINITE = 1, SAGE_TOO_LARGE = 2 };
 
-// A packed matrix, as sage::Weight.
+// A packed matrix, as sage::Weight and sage::Coding, and what happens to its inputs before the product.
 typedef struct {
   int32_t kind, is_gated;
   int64_t n, k, group;
   unsigned char* data;
   const float* bias;
+  int32_t code, has_half_scales, has_zeros, has_offsets;
+  int32_t has_one_scale;  // as sage::Input
+  int32_t input_code;     // as sage::Rounding; 0: inputs stay as they are
+  int64_t input_group;
+  float input_scale;
+  const int32_t* order;   // (k) the input that each column belongs to; null: its own
 } SageLinear;
 
 // weight / sqrt(mean(x²) + eps); without a weight there is no norm.
@@ -29,7 +35,10 @@ typedef struct {
 
 typedef struct {
   SageNorm input_norm, query_norm, key_norm, forward_norm;
-  SageLinear qkv, output, gate_up, down;
+  SageLinear qkv[3];  // side by side: one, or as many as there are forms; the others have no outputs
+  SageLinear output;
+  SageLinear gate_up, up;  // one gated matrix, or the gate alone and what it multiplies
+  SageLinear down;
   const float *cos, *sin;  // (positions, rotary_dim / 2)
   int64_t rotary_dim;
   int64_t window;  // 0: none
@@ -41,8 +50,10 @@ typedef struct {
   const SageLayer* layers;
   SageNorm norm;
   SageLinear head;
-  const void* embedding;  // (vocab, hidden) in `embedding_kind`; null: the rows of the head
+  const void* embedding;  // (vocab, hidden) in `embedding_kind`; null: the rows of `embedding_codes`
   int32_t embedding_kind; // SAGE_STORED_BF16 or SAGE_STORED_F32
+  SageLinear embedding_codes;  // without outputs: the rows of the head
+  int32_t has_separate_norms, has_separate_stores;  // all rows are normed, or rotated, before any is used: to measure
 } SageModel;
 
 // As sage::KV.
@@ -79,7 +90,7 @@ enum {
 SAGE_API const char* sage_variant(void);
 SAGE_API int sage_prepare(void);
 
-SAGE_API int64_t sage_weight_bytes(int32_t kind, int64_t n, int64_t k, int64_t group);
+SAGE_API int64_t sage_weight_bytes(const SageLinear*);
 SAGE_API int64_t sage_pack_granularity(void);
 
 // Packs outputs [begin, begin + count) of a matrix from contiguous stored rows, rounded to the weight's kind
@@ -90,6 +101,9 @@ SAGE_API int sage_pack(const SageLinear*, int64_t begin, int64_t count, int32_t 
 // `max_error` is raised to the largest difference between a weight and its code, in steps.
 SAGE_API int sage_pack_quantized(const SageLinear*, int64_t begin, int64_t count, int32_t stored, const void* rows,
                                  float clip_ratio, float* max_error, int32_t num_threads, int32_t search_scales);
+// Packs outputs of a matrix from codes, as sage::CodedRows: to stay codes, or as int8 or int4 to be multiplied so.
+SAGE_API void sage_pack_codes(const SageLinear*, int64_t begin, int64_t count, const void* codes, const void* scales,
+                              const int8_t* zeros, const float* offsets, int32_t num_threads);
 // Converts `count` stored values to SAGE_STORED_BF16 or SAGE_STORED_F32.
 SAGE_API int sage_convert(int32_t stored, const void* values, int64_t count, int32_t target, void* out,
                           int32_t num_threads);

@@ -12,6 +12,7 @@
 #include <new>
 
 #include "rows.h"
+#include "vectors.h"
 
 namespace sage {
 namespace {
@@ -34,11 +35,6 @@ int64_t now_ns() {
 int64_t row_stride(int64_t num_floats) { return (num_floats + 15) / 16 * 16 + 16; }
 
 int64_t aligned(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-Weight as_weight(const SageLinear& linear) {
-  return {static_cast<WeightKind>(linear.kind), linear.is_gated != 0, linear.n, linear.k, linear.group,
-          linear.data, linear.bias};
-}
 
 float from_bf16(uint16_t bits) {
   const uint32_t wide = static_cast<uint32_t>(bits) << 16;
@@ -100,12 +96,19 @@ struct Activations {
   float* residual;       // (tokens, hidden)
   float* qkv;            // (tile, (heads + 2 kv_heads) * head_dim), and the MLP's hidden state after attention
   float* attended;       // (tile, heads * head_dim)
-  float* rows;           // one for each member, as long as a norm's input
+  float* normed;         // (tile, hidden), where norms are apart from what follows
+  float* rows;           // two for each member, as long as a product's input
   unsigned char* input;  // of the product that comes next
   unsigned char* attention;
 };
 
 }  // namespace
+
+Weight as_weight(const SageLinear& linear) {
+  return {static_cast<WeightKind>(linear.kind), linear.is_gated != 0, linear.n, linear.k, linear.group,
+          linear.data, linear.bias,
+          {static_cast<Code>(linear.code), linear.has_half_scales != 0, linear.has_zeros != 0, linear.has_offsets != 0}};
+}
 
 void Scratch::Free::operator()(unsigned char* memory) const { std::free(memory); }
 
@@ -131,12 +134,15 @@ class Walk {
  public:
   Walk(Model& model, const SageStep& step, const Tiles& tiles, const Activations& at, Team& team)
       : model_(model), table_(model.table_), step_(step), tiles_(tiles), at_(at), team_(team),
-        times_(team.rank() == 0 ? model.phase_ns_ : nullptr), row_(at.rows + team.rank() * row_floats(model)) {
+        times_(team.rank() == 0 ? model.phase_ns_ : nullptr), row_(at.rows + 2 * team.rank() * row_floats(model)),
+        changed_(row_ + row_floats(model)) {
     if (times_ != nullptr) began_ns_ = now_ns();
   }
 
   static int64_t row_floats(const Model& model) {
-    return aligned(model.table_.hidden * sizeof(float)) / sizeof(float);
+    int64_t widest = model.table_.hidden;
+    for (const SageLayer& layer : model.layers_) widest = std::max({widest, layer.output.k, layer.down.k});
+    return aligned(widest * sizeof(float)) / sizeof(float);
   }
 
   void run() {
@@ -181,7 +187,7 @@ class Walk {
   void embed_one(const Weight& head, int64_t id, float* out) const {
     const int64_t hidden = table_.hidden;
     if (table_.embedding == nullptr) {
-      unpack_row(head, id, out);
+      unpack_row(table_.embedding_codes.n > 0 ? as_weight(table_.embedding_codes) : head, id, out);
     } else if (table_.embedding_kind == SAGE_STORED_F32) {
       std::memcpy(out, static_cast<const float*>(table_.embedding) + id * hidden, hidden * sizeof(float));
     } else {
@@ -213,7 +219,12 @@ class Walk {
     float* residual = at_.residual + tile.begin * row_stride(table_.hidden);
     const int64_t rows = tile.rows();
 
-    multiply_normed(layer.qkv, layer.input_norm, residual, rows, at_.qkv, SAGE_QKV);
+    float* out = at_.qkv;
+    for (const SageLinear& part : layer.qkv) {
+      if (part.n == 0) continue;
+      multiply_normed(part, layer.input_norm, residual, rows, out, qkv_stride(), SAGE_QKV);
+      out += part.n;
+    }
     rotate_and_store(layer, index, tile);
     attend(layer, index, tile);
     add_product(layer.output, at_.attended, table_.num_heads * table_.head_dim, rows, residual, SAGE_OUTPUT);
@@ -222,33 +233,73 @@ class Walk {
 
   Input input_of(const SageLinear& linear, int64_t rows) const { return input_of(linear, rows, at_.input); }
   static Input input_of(const SageLinear& linear, int64_t rows, unsigned char* memory) {
-    return {static_cast<WeightKind>(linear.kind), rows, linear.k, linear.group, memory};
+    return {static_cast<WeightKind>(linear.kind), rows, linear.k, linear.group, memory, linear.has_one_scale != 0};
+  }
+
+  // Sets a row of a product's input, in the order of its columns and rounded as its weights want it.
+  void set_input(const SageLinear& linear, const Input& input, int64_t row, const float* x) {
+    if (linear.order != nullptr) {
+      for (int64_t i = 0; i < linear.k; i++) changed_[i] = x[linear.order[i]];
+      x = changed_;
+    }
+    if (linear.input_code != 0) {
+      round_row({static_cast<Code>(linear.input_code), linear.input_group, linear.input_scale}, x, linear.k, changed_);
+      x = changed_;
+    }
+    set_input_row(input, row, x);
   }
 
   Input normed_input(const SageLinear& linear, const SageNorm& norm, const float* x, int64_t rows) {
     const Input input = input_of(linear, rows);
+    const bool is_separate = table_.has_separate_norms != 0;
+    const int64_t stride = row_stride(linear.k);
     team_.share(rows, 1, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) {
-        rms_norm(x + row * row_stride(linear.k), norm.weight, norm.eps, linear.k, row_);
-        set_input_row(input, row, row_);
+        float* normed = is_separate ? at_.normed + row * stride : row_;
+        rms_norm(x + row * stride, norm.weight, norm.eps, linear.k, normed);
+        if (!is_separate) set_input(linear, input, row, normed);
       }
     });
+    if (is_separate) set_inputs(linear, input, at_.normed, stride);
     end_of(SAGE_NORM);
     return input;
   }
 
+  void set_inputs(const SageLinear& linear, const Input& input, const float* x, int64_t stride) {
+    team_.share(input.rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++) set_input(linear, input, row, x + row * stride);
+    });
+  }
+
   void multiply_normed(const SageLinear& linear, const SageNorm& norm, const float* x, int64_t rows, float* out,
-                       int phase) {
+                       int64_t stride, int phase) {
     const Input input = normed_input(linear, norm, x, rows);
-    const Weight weight = as_weight(linear);
-    multiply(team_, weight, input, Into::store, out, row_stride(weight.is_gated ? weight.n / 2 : weight.n));
+    multiply(team_, as_weight(linear), input, Into::store, out, stride);
     end_of(phase);
   }
 
+  // silu(gate) * up, which are two products.
+  void feed_apart(const SageLayer& layer, int64_t rows, float* residual) {
+    const int64_t width = layer.down.k, stride = row_stride(width);
+    float* up = at_.qkv + rows * stride;
+    multiply_normed(layer.gate_up, layer.forward_norm, residual, rows, at_.qkv, stride, SAGE_GATE_UP);
+    multiply_normed(layer.up, layer.forward_norm, residual, rows, up, stride, SAGE_GATE_UP);
+    team_.share(rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++) {
+        float* gate = at_.qkv + row * stride;
+        for (int64_t i = 0; i < width; i += kLanes)
+          store(gate + i, mul(silu(load(gate + i, width - i)), load(up + row * stride + i, width - i)));
+      }
+    });
+    add_product(layer.down, at_.qkv, stride, rows, residual, SAGE_DOWN);
+  }
+
   void feed_forward(const SageLayer& layer, int64_t rows, float* residual) {
+    if (layer.up.n > 0) return feed_apart(layer, rows, residual);
     const Weight gate_up = as_weight(layer.gate_up);
-    if (!can_feed(gate_up, static_cast<WeightKind>(layer.down.kind))) {
-      multiply_normed(layer.gate_up, layer.forward_norm, residual, rows, at_.qkv, SAGE_GATE_UP);
+    const bool is_changed = layer.down.order != nullptr || layer.down.input_code != 0;
+    if (is_changed || !can_feed(gate_up, static_cast<WeightKind>(layer.down.kind))) {
+      multiply_normed(layer.gate_up, layer.forward_norm, residual, rows, at_.qkv, row_stride(layer.down.k), SAGE_GATE_UP);
       add_product(layer.down, at_.qkv, row_stride(layer.down.k), rows, residual, SAGE_DOWN);
       return;
     }
@@ -263,9 +314,7 @@ class Walk {
   // Adds the product of `x`, `stride` floats from row to row, to the residual.
   void add_product(const SageLinear& linear, const float* x, int64_t stride, int64_t rows, float* residual, int phase) {
     const Input input = input_of(linear, rows);
-    team_.share(rows, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row++) set_input_row(input, row, x + row * stride);
-    });
+    set_inputs(linear, input, x, stride);
     multiply(team_, as_weight(linear), input, Into::add, residual, row_stride(linear.n));
     end_of(phase);
   }
@@ -274,22 +323,36 @@ class Walk {
   // query heads that share it.
   void rotate_and_store(const SageLayer& layer, int64_t index, const Tile& tile) {
     const int64_t num_kv_heads = table_.num_kv_heads;
-    team_.share(tile.rows() * num_kv_heads, num_kv_heads, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++)
-        rotate_and_store_head(layer, index, tile.begin + i / num_kv_heads, i / num_kv_heads, i % num_kv_heads);
+    const bool is_separate = table_.has_separate_stores != 0;
+    const auto each_head = [&](const auto& body) {
+      team_.share(tile.rows() * num_kv_heads, num_kv_heads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) body(i / num_kv_heads, i % num_kv_heads);
+      });
+    };
+    each_head([&](int64_t row, int64_t kv_head) {
+      rotate_heads(layer, tile.begin + row, row, kv_head);
+      if (!is_separate) store_head(index, tile.begin + row, row, kv_head);
     });
+    if (is_separate) each_head([&](int64_t row, int64_t kv_head) { store_head(index, tile.begin + row, row, kv_head); });
     end_of(SAGE_ROPE);
   }
 
-  void rotate_and_store_head(const SageLayer& layer, int64_t index, int64_t token, int64_t row, int64_t kv_head) {
-    const int64_t dim = table_.head_dim, num_heads = table_.num_heads, num_kv_heads = table_.num_kv_heads;
-    const int64_t group = num_heads / num_kv_heads;
+  float* key_at(int64_t row, int64_t kv_head) const {
+    return at_.qkv + row * qkv_stride() + (table_.num_heads + kv_head) * table_.head_dim;
+  }
+
+  void rotate_heads(const SageLayer& layer, int64_t token, int64_t row, int64_t kv_head) {
+    const int64_t dim = table_.head_dim, group = table_.num_heads / table_.num_kv_heads;
     float* heads = at_.qkv + row * qkv_stride();
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
       turn(layer, layer.query_norm, step_.positions[token], heads + head * dim);
-    float* key = heads + (num_heads + kv_head) * dim;
-    turn(layer, layer.key_norm, step_.positions[token], key);
-    store_kv(model_.kv_, index, kv_head, dim, step_.slots[token], key, key + num_kv_heads * dim);
+    turn(layer, layer.key_norm, step_.positions[token], key_at(row, kv_head));
+  }
+
+  void store_head(int64_t index, int64_t token, int64_t row, int64_t kv_head) {
+    const float* key = key_at(row, kv_head);
+    store_kv(model_.kv_, index, kv_head, table_.head_dim, step_.slots[token], key,
+             key + table_.num_kv_heads * table_.head_dim);
   }
 
   int64_t qkv_stride() const { return row_stride((table_.num_heads + 2 * table_.num_kv_heads) * table_.head_dim); }
@@ -320,7 +383,7 @@ class Walk {
         for (int64_t row = begin; row < end; row++) {
           const float* x = at_.residual + step_.wanted[first + row] * row_stride(hidden);
           rms_norm(x, table_.norm.weight, table_.norm.eps, hidden, row_);
-          set_input_row(input, row, row_);
+          set_input(table_.head, input, row, row_);
         }
       });
       multiply(team_, weight, input, Into::store, step_.logits + first * table_.vocab, table_.vocab);
@@ -335,7 +398,7 @@ class Walk {
   const Activations& at_;
   Team& team_;
   int64_t* times_;  // rank 0 alone measures, from barrier to barrier
-  float* row_;
+  float *row_, *changed_;
   int64_t began_ns_ = 0;
 };
 
@@ -396,7 +459,8 @@ static Activations place(Layout& layout, const Needs& needs, const SageModel& ta
   at.residual = layout.floats(step.num_tokens * row_stride(table.hidden));
   at.qkv = layout.floats(std::max(tile_rows * needs.qkv_floats, needs.qkv_bytes / 4 + 16));
   at.attended = layout.floats(tile_rows * table.num_heads * table.head_dim);
-  at.rows = layout.floats(step.num_threads * row_floats);
+  at.normed = table.has_separate_norms != 0 ? layout.floats(tile_rows * row_stride(table.hidden)) : nullptr;
+  at.rows = layout.floats(2 * step.num_threads * row_floats);
   at.input = layout.bytes(needs.input_bytes);
   at.attention = layout.bytes(needs.attention_bytes);
   return at;
@@ -407,11 +471,14 @@ void Model::step(const SageStep& step) {
   const int64_t tile_rows = std::min(kTileRows, step.num_tokens);
   Needs needs;
   for (const SageLayer& layer : layers_) {
-    needs.qkv_floats = std::max({needs.qkv_floats, row_stride(layer.qkv.n), row_stride(layer.gate_up.n / 2)});
+    const int64_t qkv_outputs = (table_.num_heads + 2 * table_.num_kv_heads) * table_.head_dim;
+    const int64_t gate_floats = layer.up.n > 0 ? 2 * row_stride(layer.down.k) : row_stride(layer.gate_up.n / 2);
+    needs.qkv_floats = std::max({needs.qkv_floats, row_stride(qkv_outputs), gate_floats});
     const int64_t hidden = input_bytes(static_cast<WeightKind>(layer.down.kind), tile_rows, layer.down.k, layer.down.group);
     needs.qkv_bytes = std::max<int64_t>(needs.qkv_bytes, hidden);
-    for (const SageLinear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-      need_input(needs, *linear, tile_rows);
+    for (const SageLinear* linear : {&layer.qkv[0], &layer.qkv[1], &layer.qkv[2], &layer.output, &layer.gate_up,
+                                     &layer.up, &layer.down})
+      if (linear->n > 0) need_input(needs, *linear, tile_rows);
     const AttentionShape shape = {table_.num_heads, table_.num_kv_heads, table_.head_dim, layer.scale,
                                   layer.window, layer.soft_cap};
     if (&layer != layers_.data() && layer.window == layers_[0].window) continue;  // as the first layer's

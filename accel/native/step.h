@@ -11,6 +11,8 @@
 
 namespace sage {
 
+Weight as_weight(const SageLinear&);
+
 // Memory that only grows; its content does not outlive a call of `take`.
 class Scratch {
  public:

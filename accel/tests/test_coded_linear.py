@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from sagellm.accel.coded import expand, numbers_of
-from sagellm.accel.linear import LinearContext, LinearMethod, PlainLinear, WideRows
+from sagellm.accel.fusion import join
+from sagellm.accel.linear import LinearContext, PlainLinear, Product, WideRows
 from sagellm.accel.model_loader import ModelLoader
 from sagellm.accel.weights import WeightReader
 from sagellm.core import WHOLE, Shard, StoredTensor, TensorSpec, WeightSource
@@ -92,16 +93,19 @@ class Codes(WeightSource):
         return torch.from_numpy(weights)
 
 
-def load(weights: Codes, *tensors: TensorSpec, dtype: torch.dtype = torch.bfloat16) -> LinearMethod:
-    parts, begin = list[LinearPart](), 0
-    for tensor in tensors:
-        outputs = slice(begin, begin + tensor.shape[0])
-        parts.append(
-            LinearPart(tensor, None, outputs, weights.tensors[tensor.name], weights.input_order(tensor))
+def load(weights: Codes, *tensors: TensorSpec, dtype: torch.dtype = torch.bfloat16) -> Product:
+    parts = [
+        LinearPart(
+            tensor,
+            None,
+            slice(0, tensor.shape[0]),
+            weights.tensors[tensor.name],
+            weights.input_order(tensor),
         )
-        begin = outputs.stop
+        for tensor in tensors
+    ]
     loader = ModelLoader(WeightReader(weights, dtype), dtype, CPU, lambda: PlainLinear(CPU))
-    return loader.linear(FusedLinear(tuple(parts)))
+    return loader.side_by_side(join(FusedLinear((part,)) for part in parts))
 
 
 def context(dtype: torch.dtype) -> LinearContext:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from sagellm.core import (
     WeightSource,
 )
 from sagellm.core.protocols.model_spec import FusedLinear
+from sagellm.core.protocols.weight_form import CodeType, WeightForm
 
 HIDDEN, INNER, VOCAB = 8, 12, 9
 NORM = NormSpec(TensorSpec("norm", (HIDDEN,)), 1e-6)
@@ -110,13 +112,14 @@ def parts_of(product: FusedLinear) -> list[tuple[str, int, int]]:
 def test_query_key_and_value_are_one_product_and_so_are_gate_and_up():
     spec = model(feed_forward())
     (layer,) = lower(spec, Arrays(spec, {"key": "BF16"})).layers
-    assert parts_of(layer.qkv) == [("query", 0, 8), ("key", 8, 12), ("value", 12, 16)]
-    assert layer.qkv.shape == (16, HIDDEN)
-    assert [part.bias for part in layer.qkv.parts] == [None, BIAS, None]
-    assert [part.stored.dtype for part in layer.qkv.parts] == ["F32", "BF16", "F32"]
-    assert layer.qkv.has_bias
+    (qkv,) = layer.qkv
+    assert parts_of(qkv) == [("query", 0, 8), ("key", 8, 12), ("value", 12, 16)]
+    assert qkv.shape == (16, HIDDEN)
+    assert [part.bias for part in qkv.parts] == [None, BIAS, None]
+    assert [part.stored.dtype for part in qkv.parts] == ["F32", "BF16", "F32"]
+    assert qkv.has_bias
     assert parts_of(layer.output) == [("output", 0, HIDDEN)]
-    ((gate_up, down),) = layer.feed_forward
+    (((gate_up,), down),) = layer.feed_forward
     assert parts_of(gate_up) == [("gate", 0, INNER), ("up", INNER, 2 * INNER)]
     assert down.shape == (HIDDEN, INNER)
     assert not down.has_bias
@@ -125,7 +128,27 @@ def test_query_key_and_value_are_one_product_and_so_are_gate_and_up():
 
 def test_without_a_gate_there_is_up_alone():
     spec = model(feed_forward(is_gated=False))
-    assert parts_of(lower(spec, Arrays(spec)).layers[0].feed_forward[0][0]) == [("up", 0, INNER)]
+    assert parts_of(lower(spec, Arrays(spec)).layers[0].feed_forward[0][0][0]) == [("up", 0, INNER)]
+
+
+def test_each_pass_over_products_can_be_left_out():
+    spec = model(feed_forward())
+    (layer,) = lower(spec, Arrays(spec), ["gate_up"]).layers
+    assert [parts_of(each) for each in layer.qkv] == [[("query", 0, 8)], [("key", 0, 4)], [("value", 0, 4)]]
+    assert len(layer.feed_forward[0][0]) == 1
+    (layer,) = lower(spec, Arrays(spec), ["qkv"]).layers
+    assert len(layer.qkv) == 1
+    assert [parts_of(each) for each in layer.feed_forward[0][0]] == [[("gate", 0, INNER)], [("up", 0, INNER)]]
+
+
+def test_neighbours_in_different_forms_are_not_joined():
+    spec = model(feed_forward())
+    weights = Arrays(spec)
+    form = WeightForm(code=CodeType.INT8)
+    weights.tensors["value"] = replace(weights.tensors["value"], form=form)
+    (layer,) = lower(spec, weights).layers
+    assert [parts_of(each) for each in layer.qkv] == [[("query", 0, 8), ("key", 8, 12)], [("value", 0, 4)]]
+    assert [each.form for each in layer.qkv] == [None, form]
 
 
 def test_each_expert_has_products_of_its_own_beside_the_router():

@@ -23,6 +23,7 @@ from native_decoders import (
     make_decoder,
 )
 
+from sagellm.accel.fusion import FUSIONS
 from sagellm.accel.int4 import Int4Quantizer
 from sagellm.accel.int8 import Int8Quantizer
 from sagellm.accel.native.backend import NativeForwardBackend
@@ -115,6 +116,23 @@ def in_pieces(backend: NativeForwardBackend, cuts: list[int]) -> torch.Tensor:
 def error_of(logits: torch.Tensor, expected: np.ndarray) -> float:
     """The largest error, as a share of the largest logit."""
     return float(np.abs(logits.double().numpy() - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("left_out", FUSIONS)
+@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+def test_each_fusion_equals_its_parts(name: str, left_out: str, variant: str) -> None:
+    decoder = make_decoder(VARIETIES[name])
+    for options in ({"dtype": torch.float32}, {"dtype": torch.bfloat16, "quantizer": Int8Quantizer()}):
+        fused = in_pieces(make(decoder, variant=variant, **options), [40, 41])  # type: ignore[arg-type]
+        fusions = [each for each in FUSIONS if each != left_out]
+        apart = make(decoder, variant=variant, fusions=fusions, **options)  # type: ignore[arg-type]
+        assert torch.equal(in_pieces(apart, [40, 41]), fused)
+
+
+@pytest.mark.usefixtures("best")
+def test_a_fusion_that_is_not_known_is_named() -> None:
+    with pytest.raises(ConfigError, match="fusions names 'qvk'; this backend has qkv, gate_up, norm_linear"):
+        make(make_decoder(Variety()), fusions=["qvk"])
 
 
 @pytest.mark.parametrize("name", VARIETIES)

@@ -55,4 +55,4 @@ def expand(rows: CodedRows, form: WeightForm, order: npt.NDArray[np.int64] | Non
     if rows.offsets is not None:
         weights -= rows.offsets[..., None].astype(np.float32)
     whole = weights.reshape(codes.shape)
-    return whole if order is None else whole[:, np.argsort(order)]
+    return whole if order is None else np.take(whole, np.argsort(order), axis=1)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sagellm.accel.coded import numbers_of
-from sagellm.accel.linear import LinearContext, LinearMethod, PlainLinear
+from sagellm.accel.linear import LinearContext, PlainLinear
 from sagellm.accel.row_padding import padded_linear
 from sagellm.accel.slices import row_slices
 from sagellm.accel.weights import WeightReader
-from sagellm.core import WHOLE, ModelMetrics, Shard, UnsupportedModelError
+from sagellm.core import WHOLE, Shard, UnsupportedModelError
 from sagellm.core.protocols.model_spec import FusedLinear
 from sagellm.core.protocols.weight_form import CodeType
 
@@ -105,37 +104,6 @@ class CodedLinear(PlainLinear):
     def _finish(self) -> None:
         stored = (self._codes, self._scales, self._zeros, self._offsets)
         self._weigh(math.prod(self._shape), sum(each.nbytes for each in stored if each is not None))
-
-
-class LinearsSideBySide(LinearMethod):
-    """Linears of one input that are stored in different forms, their outputs side by side."""
-
-    def __init__(self, methods: Sequence[LinearMethod]) -> None:
-        self._methods = tuple(methods)  # one for each of `FusedLinear.runs`
-
-    def create(self, linear: FusedLinear, shard: Shard, dtype: torch.dtype) -> None:
-        """Create one method for each run of parts that are alike."""
-        self._places: list[tuple[LinearMethod, int]] = []  # of each part
-        for run, method in zip(linear.runs, self._methods, strict=True):
-            method.create(run, shard, dtype)
-            self._places += [(method, index) for index in range(len(run.parts))]
-
-    def load(self, part: int, weights: WeightReader) -> None:
-        """Have the part's method read it."""
-        method, index = self._places[part]
-        method.load(index, weights)
-
-    def apply(self, x: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
-        """Multiply by each and put the products together."""
-        return torch.cat([method.apply(x, ctx) for method in self._methods], dim=1)
-
-    def metrics(self) -> ModelMetrics:
-        """Return the size of all of them."""
-        sizes = [method.metrics() for method in self._methods]
-        return ModelMetrics(
-            num_parameters=sum(size.num_parameters for size in sizes),
-            weight_bytes=sum(size.weight_bytes for size in sizes),
-        )
 
 
 def _copy(target: torch.Tensor, source: npt.NDArray[np.generic]) -> None:

@@ -65,7 +65,38 @@ class LinearContext(NamedTuple):
     wide_rows: WideRows
 
 
-class LinearMethod(ABC):
+class Product(ABC):
+    """A loaded linear layer."""
+
+    @abstractmethod
+    def apply(self, x: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
+        """Return (tokens, out) for (tokens, in)."""
+
+    @abstractmethod
+    def metrics(self) -> ModelMetrics:
+        """Return the size of the loaded weights."""
+
+
+class ProductsSideBySide(Product):
+    """Products of one input that no pass has joined, or that are stored in different forms."""
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        self._products = tuple(products)
+
+    def apply(self, x: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
+        """Multiply by each and put the products together."""
+        return torch.cat([product.apply(x, ctx) for product in self._products], dim=1)
+
+    def metrics(self) -> ModelMetrics:
+        """Return the size of all of them."""
+        sizes = [product.metrics() for product in self._products]
+        return ModelMetrics(
+            num_parameters=sum(size.num_parameters for size in sizes),
+            weight_bytes=sum(size.weight_bytes for size in sizes),
+        )
+
+
+class LinearMethod(Product):
     """How one linear layer stores and multiplies its weights.
 
     `create` is called once, then `load` once per part, and `apply` in every step. A method may wrap another
@@ -79,14 +110,6 @@ class LinearMethod(ABC):
     @abstractmethod
     def load(self, part: int, weights: WeightReader) -> None:
         """Read one of the parts."""
-
-    @abstractmethod
-    def apply(self, x: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
-        """Return (tokens, out) for (tokens, in)."""
-
-    @abstractmethod
-    def metrics(self) -> ModelMetrics:
-        """Return the size of the loaded weights."""
 
 
 class PlainLinear(LinearMethod):

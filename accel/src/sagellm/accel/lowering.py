@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import numpy.typing as npt
 
+from sagellm.accel.fusion import JOINS, fuse
 from sagellm.core import (
     CheckpointError,
     ExpertsSpec,
@@ -23,8 +26,8 @@ Piece = tuple[int, npt.NDArray[np.generic]]
 _PLAIN = ("BF16", "F16", "F32", "F64")
 
 
-def lower(spec: ModelSpec, weights: WeightSource) -> DecoderLinears:
-    """Return the products of a spec that has a decoder.
+def lower(spec: ModelSpec, weights: WeightSource, fusions: Collection[str] = tuple(JOINS)) -> DecoderLinears:
+    """Return the products of a spec that has a decoder, after the passes that `fusions` names.
 
     A head is tied as transformers ties it: only if none is stored that differs from the embedding. Raises
     CheckpointError for a tensor that is neither quantized nor of floating-point numbers of 16 to 64 bits.
@@ -47,40 +50,37 @@ def lower(spec: ModelSpec, weights: WeightSource) -> DecoderLinears:
                 "the embedding: it is used, as transformers does",
                 head.weight.name,
             )
-    return DecoderLinears(
+    linears = DecoderLinears(
         layers=tuple(_lower_layer(layer, weights) for layer in decoder.layers),
-        head=_fuse(weights, LinearSpec(decoder.embedding) if is_tied else head),
+        head=_product(weights, LinearSpec(decoder.embedding) if head is None or is_tied else head),
         is_tied=is_tied,
     )
+    return fuse(linears, fusions)
 
 
 def _lower_layer(layer: LayerSpec, weights: WeightSource) -> LayerLinears:
     forward = layer.feed_forward
     router, experts = (
-        (_fuse(weights, forward.router), forward.experts)
+        (_product(weights, forward.router), forward.experts)
         if isinstance(forward, ExpertsSpec)
         else (None, (forward,))
     )
+
+    def products(*linears: LinearSpec | None) -> tuple[FusedLinear, ...]:
+        return tuple(_product(weights, linear) for linear in linears if linear is not None)
+
     return LayerLinears(
-        qkv=_fuse(weights, layer.query, layer.key, layer.value),
-        output=_fuse(weights, layer.output),
+        qkv=products(layer.query, layer.key, layer.value),
+        output=_product(weights, layer.output),
         router=router,
-        feed_forward=tuple(
-            (_fuse(weights, each.gate, each.up), _fuse(weights, each.down)) for each in experts
-        ),
+        feed_forward=tuple((products(each.gate, each.up), _product(weights, each.down)) for each in experts),
     )
 
 
-def _fuse(weights: WeightSource, *linears: LinearSpec | None) -> FusedLinear:
-    parts: list[LinearPart] = []
-    begin = 0
-    for linear in linears:
-        if linear is not None:
-            outputs = slice(begin, begin + linear.weight.shape[0])
-            stored, order = weights.tensors[linear.weight.name], weights.input_order(linear.weight)
-            parts.append(LinearPart(linear.weight, linear.bias, outputs, stored, order))
-            begin = outputs.stop
-    return FusedLinear(tuple(parts))
+def _product(weights: WeightSource, linear: LinearSpec) -> FusedLinear:
+    stored, order = weights.tensors[linear.weight.name], weights.input_order(linear.weight)
+    outputs = slice(0, linear.weight.shape[0])
+    return FusedLinear((LinearPart(linear.weight, linear.bias, outputs, stored, order),))
 
 
 def _are_equal(weights: WeightSource, one: TensorSpec, other: TensorSpec) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from sagellm.accel.coded_linear import CodedLinear, LinearsSideBySide
-from sagellm.accel.linear import LinearMethod
+from sagellm.accel.coded_linear import CodedLinear
+from sagellm.accel.linear import LinearMethod, Product, ProductsSideBySide
 from sagellm.accel.weights import WeightReader
 from sagellm.core import WHOLE, ModelMetrics, TensorSpec
 from sagellm.core.protocols.model_spec import FusedLinear
@@ -35,17 +35,18 @@ class ModelLoader:
 
     def linear(self, linear: FusedLinear, method: LinearMethod | None = None) -> LinearMethod:
         """Read the parts of a linear, into a method of the model's kind if none is given."""
-        method = self._choose(linear) if method is None else method
+        if method is None:
+            method = self._method() if linear.form is None else CodedLinear(self._device)
         method.create(linear, WHOLE, self._dtype)
         for part in range(len(linear.parts)):
             method.load(part, self._weights)
         self._linears.append(method)
         return method
 
-    def _choose(self, linear: FusedLinear) -> LinearMethod:
-        """Return the model's method for plain weights, and those of their forms for quantized ones."""
-        methods = [self._method() if run.form is None else CodedLinear(self._device) for run in linear.runs]
-        return methods[0] if len(methods) == 1 else LinearsSideBySide(methods)
+    def side_by_side(self, linears: Sequence[FusedLinear]) -> Product:
+        """Read linears of one input, whose products lie side by side."""
+        products = [self.linear(linear) for linear in linears]
+        return products[0] if len(products) == 1 else ProductsSideBySide(products)
 
     def metrics(self) -> ModelMetrics:
         """Return the size of everything that was read."""

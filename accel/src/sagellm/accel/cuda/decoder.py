@@ -18,7 +18,7 @@ from sagellm.accel.cuda.layer_ops import (
 from sagellm.accel.cuda.library_attention import StepAttention
 from sagellm.accel.cuda.linear import FP8Linear
 from sagellm.accel.cuda.paged_kv import PagedKV
-from sagellm.accel.linear import LinearContext, LinearMethod, PlainLinear, WideRows
+from sagellm.accel.linear import LinearContext, PlainLinear, Product, WideRows
 from sagellm.accel.lowering import lower
 from sagellm.accel.model_loader import ModelLoader
 from sagellm.accel.rope_scaling import rope_frequencies
@@ -46,12 +46,12 @@ class Layer:
 
     attention: AttentionSpec
     input_norm: Norm
-    qkv: LinearMethod
+    qkv: Product
     head_norms: tuple[Norm, Norm] | None  # of queries, of keys
-    output: LinearMethod
+    output: Product
     feed_forward_norm: Norm
-    gate_up: LinearMethod
-    down: LinearMethod
+    gate_up: Product
+    down: Product
 
 
 class CudaDecoder:
@@ -127,11 +127,11 @@ def _layer(loader: ModelLoader, layer: LayerSpec, linears: LayerLinears) -> Laye
     return Layer(
         attention=layer.attention,
         input_norm=_norm(loader, layer.input_norm),
-        qkv=loader.linear(linears.qkv),
+        qkv=loader.side_by_side(linears.qkv),
         head_norms=None if query is None or key is None else (_norm(loader, query), _norm(loader, key)),
         output=loader.linear(linears.output),
         feed_forward_norm=_norm(loader, layer.feed_forward_norm),
-        gate_up=loader.linear(gate_up),
+        gate_up=loader.side_by_side(gate_up),
         down=loader.linear(down),
     )
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from sagellm.accel.fusion import FUSIONS, check_fusions
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import best_or_named
 from sagellm.accel.native.memory import AllocatedAhead, Bytes, ReusedMemory, zeroed_pages
@@ -50,6 +51,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
     bits whatever else is in the batch. Steps use torch's number of threads. `variant` names a variant of the
     library (amx, avx512, avx2) instead of the fastest; with `times_phases` metrics say where time goes.
     `ahead_fraction` is the share of the KV pool, from 0 to 1, that idle time may allocate ahead of its use.
+    `fusions` names the operations that are computed as one (`accel.fusion`); no result depends on it.
     """
 
     device_types = frozenset({"cpu"})
@@ -90,8 +92,10 @@ class NativeForwardBackend(ForwardBackendProtocol):
         variant: str | None = None,
         times_phases: bool = False,
         ahead_fraction: float = 1 / 16,
+        fusions: Sequence[str] = FUSIONS,
     ) -> None:
         del attention  # the library has its own
+        check_fusions(fusions, FUSIONS)
         if not 0 <= ahead_fraction <= 1:
             raise ConfigError(
                 f"ahead_fraction of the backend native is {ahead_fraction}; it must be between 0, which "
@@ -107,7 +111,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
         _check_geometry(spec)
         library = best_or_named(variant)
         self._functions = library.functions
-        self._model = NativeModel(library, spec, weights, dtype, quantizer)
+        self._model = NativeModel(library, spec, weights, dtype, quantizer, fusions)
         self._vocab_size = spec.geometry.vocab_size
         self._kv: Bytes | None = None  # (blocks, bytes per block)
         self._ahead_fraction = ahead_fraction

@@ -38,12 +38,16 @@ _POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 _FUNCTIONS: Mapping[str, tuple[object, tuple[object, ...]]] = {
     "sage_variant": (ctypes.c_char_p, ()),
     "sage_prepare": (_INT32, ()),
-    "sage_weight_bytes": (_INT64, (_INT32, _INT64, _INT64, _INT64)),
+    "sage_weight_bytes": (_INT64, (_POINTER,)),
     "sage_pack_granularity": (_INT64, ()),
     "sage_pack": (_INT32, (_POINTER, _INT64, _INT64, _INT32, _POINTER, _INT32)),
     "sage_pack_quantized": (
         _INT32,
         (_POINTER, _INT64, _INT64, _INT32, _POINTER, ctypes.c_float, _POINTER, _INT32, _INT32),
+    ),
+    "sage_pack_codes": (
+        None,
+        (_POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER, _POINTER, _INT32),
     ),
     "sage_convert": (_INT32, (_INT32, _POINTER, _INT64, _INT32, _POINTER, _INT32)),
     "sage_create": (_POINTER, (_POINTER,)),

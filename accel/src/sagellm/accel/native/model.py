@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
 from weakref import finalize
 
 import torch
 
+from sagellm.accel.fusion import NORM_LINEAR, ROPE_STORE
 from sagellm.accel.lowering import lower
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import NativeLibrary
@@ -19,6 +23,7 @@ from sagellm.accel.native.weights import (
     bytes_of,
     kind_of,
     matrix_of,
+    plain_matrix,
 )
 from sagellm.core import (
     LayerSpec,
@@ -27,9 +32,25 @@ from sagellm.core import (
     NormSpec,
     QuantizerProtocol,
     RopeSpec,
+    TensorSpec,
     WeightSource,
 )
-from sagellm.core.protocols.model_spec import FusedLinear, LayerLinears
+from sagellm.core.protocols.model_spec import FusedLinear, LayerLinears, LinearPart
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMatrices:
+    """The matrices of a layer; query, key and value are one or several, and so are gate and up."""
+
+    qkv: tuple[Matrix, ...]
+    output: Matrix
+    gate_up: tuple[Matrix, ...]
+    down: Matrix
+
+    @property
+    def all(self) -> tuple[Matrix, ...]:
+        """All of them."""
+        return (*self.qkv, self.output, *self.gate_up, self.down)
 
 
 class NativeModel:
@@ -42,29 +63,31 @@ class NativeModel:
         weights: WeightSource,
         dtype: torch.dtype,
         quantizer: QuantizerProtocol | None,
+        fusions: Collection[str],
     ) -> None:
         decoder = spec.decoder
         assert decoder is not None, "the features lack classes of transformers"
         self._functions = library.functions
         self._kind, self._quantizer = kind_of(dtype), quantizer
         self._num_positions = spec.geometry.max_model_len
-        linears = lower(spec, weights)
-        matrices = [self._matrices(layer) for layer in linears.layers]
+        self._weights = weights
+        linears = lower(spec, weights, fusions)
+        layers_of = [self._matrices(layer) for layer in linears.layers]
         # int8 with any quantizer, as the head is the largest matrix of a small model.
-        head = self._matrix(linears.head).with_bits(8)
-        num_bytes = sum(
-            aligned(bytes_of(self._functions, each))
-            for each in (head, *(matrix for layer in matrices for matrix in layer))
-        )
-        if not linears.is_tied:
+        head = self._head(linears.head, is_tied=linears.is_tied).with_bits(8)
+        codes = None if linears.is_tied else self._coded_embedding(decoder.embedding)
+        every = [head, *(matrix for layer in layers_of for matrix in layer.all), *([codes] if codes else [])]
+        num_bytes = sum(aligned(bytes_of(self._functions, each)) for each in every)
+        has_rows = not linears.is_tied and codes is None
+        if has_rows:
             rows, width = decoder.embedding.shape
             num_bytes += aligned(rows * width * (2 if self._kind is WeightKind.BF16 else 4))
         self._packer = packer = WeightPacker(library, weights, num_bytes)
         self._ropes: list[tuple[RopeSpec, RopeTable]] = []
-        layers = (structures.Layer * len(matrices))()
+        layers = (structures.Layer * len(layers_of))()
         first = decoder.layers[0].attention
         table = structures.Model(
-            num_layers=len(matrices),
+            num_layers=len(layers_of),
             hidden=decoder.embedding.shape[1],
             vocab=head.linear.shape[0],
             num_heads=first.num_heads,
@@ -72,45 +95,68 @@ class NativeModel:
             head_dim=first.head_dim,
             layers=ctypes.addressof(layers),
             head=packer.linear(head, quantizer),
-            embedding=None if linears.is_tied else packer.rows(decoder.embedding, self._kind),
+            embedding=packer.rows(decoder.embedding, self._kind) if has_rows else None,
             embedding_kind=0 if self._kind is WeightKind.BF16 else 2,
             norm=self._norm(decoder.norm),
+            has_separate_norms=NORM_LINEAR not in fusions,
+            has_separate_stores=ROPE_STORE not in fusions,
         )
+        if codes is not None:
+            table.embedding_codes = packer.linear(codes, None)
         for index, layer in enumerate(decoder.layers):
-            layers[index] = self._layer(layer, matrices[index])
+            layers[index] = self._layer(layer, layers_of[index])
         self.handle = self._functions.sage_create(ctypes.byref(table))
         finalize(self, self._functions.sage_destroy, self.handle)
         self.metrics = ModelMetrics(
             num_parameters=self._packer.num_parameters, weight_bytes=self._packer.num_bytes
         )
         self._memory = self._packer.memory
-        del self._packer  # and with it the weight source
+        del self._packer, self._weights
 
     def cover(self, num_positions: int) -> None:
         """Prepare the rotation of positions below `num_positions`."""
         for _, table in self._ropes:
             table.cover(num_positions)
 
-    def _matrices(self, layer: LayerLinears) -> tuple[Matrix, Matrix, Matrix, Matrix]:
+    def _matrices(self, layer: LayerLinears) -> LayerMatrices:
         ((gate_up, down),) = layer.feed_forward  # the features lack experts
-        gated = self._matrix(gate_up, is_gated=True)
-        return self._matrix(layer.qkv), self._matrix(layer.output), gated, self._matrix(down)
+        return LayerMatrices(
+            qkv=tuple(map(self._matrix, layer.qkv)),
+            output=self._matrix(layer.output),
+            gate_up=tuple(self._matrix(each, is_gated=len(gate_up) == 1) for each in gate_up),
+            down=self._matrix(down),
+        )
 
     def _matrix(self, linear: FusedLinear, *, is_gated: bool = False) -> Matrix:
-        return matrix_of(linear, self._kind, self._quantizer, is_gated=is_gated)
+        return matrix_of(linear, self._kind, self._quantizer, self._weights, is_gated=is_gated)
 
-    def _layer(self, layer: LayerSpec, matrices: tuple[Matrix, Matrix, Matrix, Matrix]) -> structures.Layer:
-        qkv, output, gate_up, down = (self._packer.linear(each, self._quantizer) for each in matrices)
+    def _head(self, linear: FusedLinear, *, is_tied: bool) -> Matrix:
+        """Describe the head. If it is the embedding too, its rows have their inputs in order."""
+        has_order = linear.parts[0].order is not None
+        return plain_matrix(linear, self._kind) if is_tied and has_order else self._matrix(linear)
+
+    def _coded_embedding(self, embedding: TensorSpec) -> Matrix | None:
+        """Return the matrix of an embedding whose rows stay codes until they are read, if it has codes."""
+        stored = self._weights.tensors[embedding.name]
+        if stored.form is None or stored.form.has_order:
+            return None
+        part = LinearPart(embedding, None, slice(0, embedding.shape[0]), stored)
+        return self._matrix(FusedLinear((part,)))
+
+    def _layer(self, layer: LayerSpec, matrices: LayerMatrices) -> structures.Layer:
+        pack = partial(self._packer.linear, quantizer=self._quantizer)
+        gate_up, *up = map(pack, matrices.gate_up)
         cos, sin = self._rope(layer.rope).addresses
         return structures.Layer(
             input_norm=self._norm(layer.input_norm),
             query_norm=self._norm(layer.query_norm),
             key_norm=self._norm(layer.key_norm),
             forward_norm=self._norm(layer.feed_forward_norm),
-            qkv=qkv,
-            output=output,
+            qkv=(structures.Linear * 3)(*map(pack, matrices.qkv)),
+            output=pack(matrices.output),
             gate_up=gate_up,
-            down=down,
+            up=up[0] if up else structures.Linear(),
+            down=pack(matrices.down),
             cos=cos,
             sin=sin,
             rotary_dim=layer.rope.rotary_dim,

@@ -8,13 +8,18 @@ _INT32, _INT64, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_floa
 
 
 class Linear(ctypes.Structure):
-    """A packed matrix (n outputs, k inputs)."""
+    """A packed matrix (n outputs, k inputs), and what happens to its inputs before the product."""
 
     _fields_ = [
         *((name, _INT32) for name in ("kind", "is_gated")),
         *((name, _INT64) for name in ("n", "k", "group")),
         ("data", _POINTER),
         ("bias", _POINTER),
+        *((name, _INT32) for name in ("code", "has_half_scales", "has_zeros", "has_offsets")),
+        *((name, _INT32) for name in ("has_one_scale", "input_code")),
+        ("input_group", _INT64),
+        ("input_scale", _FLOAT),
+        ("order", _POINTER),
     ]
 
 
@@ -29,7 +34,8 @@ class Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, Norm) for name in ("input_norm", "query_norm", "key_norm", "forward_norm")),
-        *((name, Linear) for name in ("qkv", "output", "gate_up", "down")),
+        ("qkv", Linear * 3),
+        *((name, Linear) for name in ("output", "gate_up", "up", "down")),
         *((name, _POINTER) for name in ("cos", "sin")),
         *((name, _INT64) for name in ("rotary_dim", "window")),
         *((name, _FLOAT) for name in ("scale", "soft_cap")),
@@ -37,7 +43,7 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """A decoder; `embedding` null: its rows are those of the head."""
+    """A decoder; `embedding` null: its rows are those of `embedding_codes`, and without these of the head."""
 
     _fields_ = [
         *(
@@ -49,6 +55,8 @@ class Model(ctypes.Structure):
         ("head", Linear),
         ("embedding", _POINTER),
         ("embedding_kind", _INT32),
+        ("embedding_codes", Linear),
+        *((name, _INT32) for name in ("has_separate_norms", "has_separate_stores")),
     ]
 
 

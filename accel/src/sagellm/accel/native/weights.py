@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sagellm.accel.coded import expand
 from sagellm.accel.native import structures
 from sagellm.accel.native.library import NativeLibrary
 from sagellm.accel.native.memory import Bytes, pages_for_weights
@@ -22,6 +24,7 @@ from sagellm.core import (
 )
 from sagellm.core.protocols.model_spec import FusedLinear, LinearPart
 from sagellm.core.protocols.quantizer import IntegerForm
+from sagellm.core.protocols.weight_form import ActivationForm, CodeType, WeightForm
 
 Floats = npt.NDArray[np.float32]
 
@@ -34,6 +37,21 @@ class WeightKind(IntEnum):
     INT4 = 2
     F32 = 3
 
+
+CODES = {
+    CodeType.INT4: 1,
+    CodeType.INT8: 2,
+    CodeType.FP8_E4M3: 3,
+    CodeType.FP8_E5M2: 4,
+    CodeType.FP4_E2M1: 5,
+}
+"""How the library numbers what codes stand for."""
+
+_INT8_TOKENS = ActivationForm(code=CodeType.INT8)
+_INT4_BY_INT8 = WeightForm(code=CodeType.INT4, activations=_INT8_TOKENS)
+_INTEGER_PRODUCTS = (WeightForm(code=CodeType.INT8, activations=_INT8_TOKENS),)
+_CODED_MULTIPLE = 16
+_EXPANDED_AT_ONCE = 256
 
 _STORED = {"BF16": 0, "F16": 1, "F32": 2, "F64": 3}
 _KINDS = {torch.bfloat16: WeightKind.BF16, torch.float32: WeightKind.F32}
@@ -73,24 +91,49 @@ def form_of(quantizer: QuantizerProtocol, num_inputs: int) -> IntegerForm:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """One packed matrix: a fused linear, whose gate may be interleaved with what it multiplies."""
+    """One packed matrix: a fused linear of parts that are alike, whose gate may be interleaved with what it
+    multiplies.
+    """
 
     linear: FusedLinear
     kind: WeightKind
-    form: IntegerForm | None = None  # of the kinds INT8 and INT4
+    form: IntegerForm | None = None  # what the library makes of plain weights; of the kinds INT8 and INT4
+    stored: WeightForm | None = None  # what the checkpoint has made of them
     is_gated: bool = False
+    has_half_scales: bool = False
 
     @property
     def group(self) -> int:
         """Inputs that share a scale; 0: all."""
-        return self.form.group_size if self.form is not None else 0
+        form = self.form or self.stored
+        return form.group_size if form is not None else 0
 
     def with_bits(self, bits: int) -> Matrix:
-        """Return the same with a scale for each output, if it is of integers."""
+        """Return the same with a scale for each output, if the library makes integers of it."""
         if self.form is None:
             return self
         form = replace(self.form, bits=bits, group_size=0)
         return replace(self, kind=_INTEGERS[bits], form=form)
+
+    def described(self) -> structures.Linear:
+        """Return the matrix without its memory."""
+        num_outputs, num_inputs = self.linear.shape
+        linear = structures.Linear(
+            kind=self.kind, is_gated=self.is_gated, n=num_outputs, k=num_inputs, group=self.group
+        )
+        stored = self.stored
+        if stored is None:
+            return linear
+        if self.kind in _INTEGERS.values():
+            linear.has_one_scale = self.kind is WeightKind.INT4
+            return linear
+        linear.code, linear.has_half_scales = CODES[stored.code], self.has_half_scales
+        linear.has_zeros, linear.has_offsets = stored.has_zeros, stored.has_offsets
+        if stored.activations is not None:
+            linear.input_code = CODES[stored.activations.code]
+            linear.input_group = stored.activations.group_size
+            linear.input_scale = stored.activations.scale or 0.0
+        return linear
 
 
 class WeightPacker:
@@ -103,28 +146,28 @@ class WeightPacker:
     def __init__(self, library: NativeLibrary, weights: WeightSource, num_bytes: int) -> None:
         self._library, self._weights = library.functions, weights
         self._memory, self._num_used = pages_for_weights(num_bytes), 0
-        self._kept: list[Floats] = []
+        self._kept: list[npt.NDArray[np.generic]] = []
         self.num_parameters = 0
         self.num_bytes = 0
 
     @property
-    def memory(self) -> tuple[Bytes, list[Floats]]:
+    def memory(self) -> tuple[Bytes, list[npt.NDArray[np.generic]]]:
         """What has to live as long as the packed weights are used."""
         return self._memory, self._kept
 
     def linear(self, matrix: Matrix, quantizer: QuantizerProtocol | None) -> structures.Linear:
         """Pack one matrix and its biases. Raises CheckpointError for values that cannot be used."""
         num_outputs, num_inputs = matrix.linear.shape
-        linear = structures.Linear(
-            kind=matrix.kind,
-            is_gated=matrix.is_gated,
-            n=num_outputs,
-            k=num_inputs,
-            group=matrix.group,
-            data=self._take(bytes_of(self._library, matrix)),
-            bias=self._bias(matrix.linear),
-        )
+        linear = matrix.described()
+        linear.data = self._take(bytes_of(self._library, matrix))
+        linear.bias = self._bias(matrix.linear)
+        order = matrix.linear.parts[0].order
+        if order is not None and matrix.stored is not None:
+            linear.order = self._keep(order.astype(np.int32))
         for part in matrix.linear.parts:
+            if part.stored.form is not None:
+                self._pack_codes(linear, part, matrix)
+                continue
             max_error = self._pack(linear, part, matrix.form)
             if matrix.form is not None and quantizer is not None:
                 quantizer.count(part.stored.num_bytes, _packed_bytes(part, matrix.form), max_error)
@@ -136,12 +179,23 @@ class WeightPacker:
         item = np.dtype(_ITEMS[kind])
         num_rows, width = tensor.shape
         address = self._take(num_rows * width * item.itemsize)
-        for begin, rows in self._weights.pieces(tensor):
+        for begin, rows in self._plain_pieces(tensor):
             target = address + begin * width * item.itemsize
             self._convert(tensor, rows, _AS_STORED[kind], target)
             del rows  # as in `_pack`
         self.num_parameters += num_rows * width
         return address
+
+    def _plain_pieces(self, tensor: TensorSpec) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
+        """Yield pieces of rows as they are stored, or as the float32 that codes stand for."""
+        form = self._weights.tensors[tensor.name].form
+        if form is None:
+            yield from self._weights.pieces(tensor)
+            return
+        order = self._weights.input_order(tensor)
+        for begin, rows in self._weights.coded_pieces(tensor):
+            for first in range(0, len(rows.codes), _EXPANDED_AT_ONCE):
+                yield begin + first, expand(rows[first : first + _EXPANDED_AT_ONCE], form, order)
 
     def floats(self, tensor: TensorSpec) -> int:
         """Read a vector as float32; return its address."""
@@ -184,8 +238,34 @@ class WeightPacker:
             del view, rows  # dropping the last view unmaps the file and frees the memory of its pages
         return float(max_error.value)
 
+    def _pack_codes(self, linear: structures.Linear, part: LinearPart, matrix: Matrix) -> None:
+        """Pack a part's codes as they are, or the weights that they stand for if the matrix is plain."""
+        threads = torch.get_num_threads()
+        if matrix.stored is None:
+            for begin, weights in self._plain_pieces(part.weight):
+                place = part.outputs.start + begin, len(weights)
+                status = self._library.sage_pack(
+                    ctypes.byref(linear), *place, _STORED["F32"], weights.ctypes.data, threads
+                )
+                self._check(status, part.weight)
+            return
+        scale_type = np.float16 if matrix.has_half_scales else np.float32
+        for begin, rows in self._weights.coded_pieces(part.weight, self._library.sage_pack_granularity()):
+            given = ctypes.byref(linear), part.outputs.start + begin, len(rows.codes)
+            arrays = (
+                rows.codes.view(np.uint8),
+                rows.scales.astype(scale_type, copy=False),
+                None if rows.zeros is None else rows.zeros.astype(np.int8, copy=False),
+                None if rows.offsets is None else rows.offsets.astype(np.float32, copy=False),
+            )
+            whole = [None if array is None else np.ascontiguousarray(array) for array in arrays]
+            addresses = [None if array is None else array.ctypes.data for array in whole]
+            self._library.sage_pack_codes(*given, *addresses, threads)
+            del rows, arrays, whole
+
     def _convert(self, tensor: TensorSpec, view: npt.NDArray[np.generic], target: int, address: int) -> None:
-        stored = _STORED[self._weights.tensors[tensor.name].dtype]
+        held = self._weights.tensors[tensor.name]
+        stored = _STORED["F32" if held.form is not None else held.dtype]
         view = np.ascontiguousarray(view)
         status = self._library.sage_convert(
             stored, view.ctypes.data, view.size, target, address, torch.get_num_threads()
@@ -208,7 +288,7 @@ class WeightPacker:
         assert self._num_used <= self._memory.nbytes, "the caller has added up what it takes"
         return int(self._memory.ctypes.data) + begin
 
-    def _keep(self, values: Floats) -> int:
+    def _keep(self, values: npt.NDArray[np.generic]) -> int:
         self._kept.append(values)
         self.num_bytes += values.nbytes
         return int(values.ctypes.data)
@@ -216,7 +296,7 @@ class WeightPacker:
 
 def bytes_of(functions: ctypes.CDLL, matrix: Matrix) -> int:
     """Return the packed size of a matrix."""
-    return int(functions.sage_weight_bytes(matrix.kind, *matrix.linear.shape, matrix.group))
+    return int(functions.sage_weight_bytes(ctypes.byref(matrix.described())))
 
 
 def aligned(num_bytes: int) -> int:
@@ -225,13 +305,47 @@ def aligned(num_bytes: int) -> int:
 
 
 def matrix_of(
-    linear: FusedLinear, kind: WeightKind, quantizer: QuantizerProtocol | None, *, is_gated: bool = False
+    linear: FusedLinear,
+    kind: WeightKind,
+    quantizer: QuantizerProtocol | None,
+    weights: WeightSource,
+    *,
+    is_gated: bool = False,
 ) -> Matrix:
-    """Describe a linear as the quantizer stores it, or in `kind` without one. Raises as `form_of`."""
+    """Describe a linear of parts that are alike: as the checkpoint stores it quantized, else as the quantizer
+    makes it, or in `kind` without one. Raises as `form_of`, and UnsupportedModelError.
+    """
+    stored = linear.form
+    if stored is not None:
+        return _stored_matrix(linear, stored, kind, weights, is_gated=is_gated)
     if quantizer is None:
         return Matrix(linear=linear, kind=kind, is_gated=is_gated)
     form = form_of(quantizer, linear.shape[1])
     return Matrix(linear=linear, kind=_INTEGERS[form.bits], form=form, is_gated=is_gated)
+
+
+def plain_matrix(linear: FusedLinear, kind: WeightKind, *, is_gated: bool = False) -> Matrix:
+    """Describe a linear as the plain weights that its parts, in different forms, stand for."""
+    return Matrix(linear=linear, kind=kind, is_gated=is_gated)
+
+
+def _stored_matrix(
+    linear: FusedLinear, form: WeightForm, kind: WeightKind, weights: WeightSource, *, is_gated: bool
+) -> Matrix:
+    num_inputs, name = linear.shape[1], linear.parts[0].weight.name
+    if num_inputs % _CODED_MULTIPLE or form.group_size % _CODED_MULTIPLE:
+        raise UnsupportedModelError(
+            f"{name} has {num_inputs} inputs in groups of {form.group_size or num_inputs}; it takes "
+            f"multiples of {_CODED_MULTIPLE}"
+        )
+    if form in _INTEGER_PRODUCTS or (
+        form.group_size and replace(form, group_size=0) == _INT4_BY_INT8 and form.group_size % 32 == 0
+    ):
+        return Matrix(linear=linear, kind=_INTEGERS[form.code.bits], stored=form, is_gated=is_gated)
+    has_half_scales = all(
+        weights.coded_rows(part.weight, slice(0, 1)).scales.dtype == np.float16 for part in linear.parts
+    )
+    return Matrix(linear=linear, kind=kind, stored=form, is_gated=is_gated, has_half_scales=has_half_scales)
 
 
 def _packed_bytes(part: LinearPart, form: IntegerForm) -> int:

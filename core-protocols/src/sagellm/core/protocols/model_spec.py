@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core.errors import CheckpointError, UnsupportedModelError
@@ -254,18 +254,6 @@ class FusedLinear:
         return self.parts[0].stored.form
 
     @property
-    def runs(self) -> tuple[FusedLinear, ...]:
-        """The same as one linear or as several side by side, each of parts that are alike."""
-        runs: list[list[LinearPart]] = []
-        for part in self.parts:
-            if not runs or not runs[-1][0].is_like(part):
-                runs.append([])
-            begin = runs[-1][-1].outputs.stop if runs[-1] else 0
-            outputs = slice(begin, begin + part.outputs.stop - part.outputs.start)
-            runs[-1].append(replace(part, outputs=outputs))
-        return tuple(FusedLinear(tuple(run)) for run in runs)
-
-    @property
     def shape(self) -> tuple[int, int]:
         """(out, in) of all parts together."""
         return self.parts[-1].outputs.stop, self.parts[0].weight.shape[1]
@@ -278,12 +266,15 @@ class FusedLinear:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLinears:
-    """The products of one layer. `feed_forward` is (gate and up, down) of each expert, or the only ones."""
+    """The products of one layer. `feed_forward` is (gate and up, down) of each expert, or the only ones.
 
-    qkv: FusedLinear
+    Query, key and value, and gate and up, are products of their own, or as many as passes made of them.
+    """
+
+    qkv: tuple[FusedLinear, ...]
     output: FusedLinear
     router: FusedLinear | None
-    feed_forward: tuple[tuple[FusedLinear, FusedLinear], ...]
+    feed_forward: tuple[tuple[tuple[FusedLinear, ...], FusedLinear], ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from sagellm.accel.fusion import JOINS, check_fusions
 from sagellm.accel.weights import WeightReader
 from sagellm.core import (
     WHOLE,
@@ -35,7 +36,8 @@ from sagellm.engines.models.decoder_loading import FEATURES, build_decoder
 class TorchForwardBackend(ForwardBackendProtocol):
     """Keeps the KV of a group's blocks in one buffer and runs the model over it.
 
-    Decoders are built from their spec; other models run as classes of transformers.
+    Decoders are built from their spec; other models run as classes of transformers. `fusions` names the
+    products of a decoder's layers that are computed as one: qkv, gate_up.
     """
 
     features = FEATURES | {TRANSFORMERS_CLASS, "attention_backends", "hidden_states", "kv_groups"}
@@ -50,13 +52,19 @@ class TorchForwardBackend(ForwardBackendProtocol):
         attention: AttentionBackendProtocol,
         quantizer: QuantizerProtocol | None = None,
         shard: Shard = WHOLE,
+        fusions: Sequence[str] = tuple(JOINS),
     ) -> None:
+        check_fusions(fusions, JOINS)
         if shard != WHOLE:
             raise UnsupportedModelError(
                 f"the backend torch cannot hold a part of a model, and was asked for {shard}"
             )
         context = BuildContext(
-            dtype=dtype, device=device, weights=WeightReader(weights, dtype), quantizer=quantizer
+            dtype=dtype,
+            device=device,
+            weights=WeightReader(weights, dtype),
+            quantizer=quantizer,
+            fusions=fusions,
         )
         with torch.inference_mode():
             self._model = _build(spec, context)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from sagellm.accel.fusion import JOINS
 from sagellm.accel.weights import WeightReader
 from sagellm.core import AttentionBackendProtocol, InputBatch, ModelMetrics, QuantizerProtocol
 
@@ -23,6 +24,7 @@ class BuildContext:
     device: torch.device
     weights: WeightReader
     quantizer: QuantizerProtocol | None = None
+    fusions: Collection[str] = tuple(JOINS)
 
 
 class CausalLM(ABC):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sagellm.accel.linear import LinearContext, LinearMethod
+from sagellm.accel.linear import LinearContext, Product
 from sagellm.core import AttentionBackendProtocol, AttentionSpec, InputBatch, ModelMetrics
 from sagellm.engines.layers.activation import SiLUAndMul
 from sagellm.engines.layers.attention import Attention
@@ -42,8 +42,8 @@ class DecoderAttention:
         self,
         spec: AttentionSpec,
         layer_index: int,
-        qkv_proj: LinearMethod,
-        o_proj: LinearMethod,
+        qkv_proj: Product,
+        o_proj: Product,
         *,
         rotary: RotaryEmbedding,
         qk_norm: HeadNorm | None = None,
@@ -71,7 +71,7 @@ class DecoderAttention:
 class DecoderMLP:
     """`down(silu(gate(x)) * up(x))`, with gate and up in one multiplication."""
 
-    def __init__(self, gate_up_proj: LinearMethod, down_proj: LinearMethod) -> None:
+    def __init__(self, gate_up_proj: Product, down_proj: Product) -> None:
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
         self._act = SiLUAndMul()
 
@@ -140,7 +140,7 @@ class Decoder(CausalLM):
     def __init__(
         self,
         model: DecoderModel,
-        lm_head: LinearMethod,
+        lm_head: Product,
         linears: LinearContext,
         metrics: ModelMetrics,
     ) -> None:

@@ -29,7 +29,7 @@ def build_decoder(spec: ModelSpec, context: BuildContext) -> Decoder:
     spec.require(FEATURES)
     decoder = spec.decoder
     assert decoder is not None, "FEATURES lacks classes of transformers"
-    linears = lower(spec, context.weights.source)
+    linears = lower(spec, context.weights.source, context.fusions)
     dtype, device = context.dtype, context.device
     loader = ModelLoader(context.weights, dtype, device, linear_methods(dtype, device, context.quantizer))
     rotary = RotaryEmbedding(decoder.layers[0].rope, device)  # FEATURES lacks mixed_rope
@@ -50,12 +50,12 @@ def _layer(
     attention = DecoderAttention(
         layer.attention,
         index,
-        loader.linear(linears.qkv),
+        loader.side_by_side(linears.qkv),
         loader.linear(linears.output),
         rotary=rotary,
         qk_norm=_head_norm(loader, layer),
     )
-    mlp = DecoderMLP(loader.linear(gate_up), loader.linear(down))
+    mlp = DecoderMLP(loader.side_by_side(gate_up), loader.linear(down))
     input_norm, forward_norm = _norm(loader, layer.input_norm), _norm(loader, layer.feed_forward_norm)
     return DecoderLayer(input_norm, attention, forward_norm, mlp)
 
