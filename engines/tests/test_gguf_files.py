@@ -97,11 +97,13 @@ def rewritten(path: Path, target: Path, *, kind: str = "", **entries: Any) -> Pa
     whole = np.fromfile(path, np.uint8)
     tensors = {}
     for seed, (name, each) in enumerate(header.tensors.items()):
+        chosen = kind
+        if kind == "Q4_K_M":  # as llama.cpp mixes types
+            chosen = "Q6_K" if any(part in name for part in ("attn_v", "ffn_down", "output.")) else "Q4_K"
         data = whole[each.offset : each.offset + each.num_bytes]
-        is_coded = kind and len(each.shape) == 2
         tensors[name] = (
-            (kind, each.shape, random_blocks(kind, each.shape, seed))
-            if is_coded
+            (chosen, each.shape, random_blocks(chosen, each.shape, seed))
+            if chosen and len(each.shape) == 2
             else (each.dtype, each.shape, data)
         )
     write_gguf(target, {name: value for name, value in changed.items() if value is not None}, tensors)
@@ -115,11 +117,13 @@ def text(value: Any) -> Any:
 
 
 def dequantized(path: Path, like: Path, target: Path) -> Path:
-    """Write what a file stands for as a checkpoint of bfloat16, with the tokenizer of another."""
+    """Write what a file stands for as a checkpoint, matrices in bfloat16, with the tokenizer of another."""
     opened = GGUFFormat().open(path)
-    reader = WeightReader(opened.weights, torch.bfloat16)
     tensors = {
-        name: reader.load(TensorSpec(name, each.shape)) for name, each in opened.weights.tensors.items()
+        name: WeightReader(opened.weights, torch.float32 if each.form is None else torch.bfloat16).load(
+            TensorSpec(name, each.shape)
+        )
+        for name, each in opened.weights.tensors.items()
     }
     shutil.copytree(like, target, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     save_file(tensors, target / "model.safetensors")
@@ -177,14 +181,23 @@ def test_a_file_describes_the_model_that_it_was_made_of(family: str, tmp_path: P
     assert answer(copied) == answer(model)
 
 
-@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@pytest.mark.parametrize("kind", [*BLOCK_TYPES, "Q4_K_M"])
 def test_a_quantized_file_computes_what_its_dequantized_self_does(
     kind: str, llama: Path, tmp_path: Path
 ) -> None:
     path = rewritten(copy_as_gguf(llama, tmp_path / "f32.gguf", "F32"), tmp_path / "m.gguf", kind=kind)
     plain = dequantized(path, llama, tmp_path / "plain")
-    assert answer(path) == answer(plain)
+    for backend in ("torch", "native"):
+        assert answer(path, forward_backend=backend) == answer(plain, forward_backend=backend)
     assert answer(path, dtype="float32")  # another dtype than the one that the file suggests
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_quantized_embedding_may_be_the_head(backend: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", family="qwen3", seed=2, tie_word_embeddings=True, **SIZES)
+    path = copy_as_gguf(model, tmp_path / "m.gguf", "Q4_0")
+    plain = dequantized(path, model, tmp_path / "plain")
+    assert answer(path, forward_backend=backend) == answer(plain, forward_backend=backend)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("Q8_0", 0.57), ("Q4_0", 1.01)])
