@@ -193,40 +193,91 @@ def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(single, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", "org/model.gguf", "no/such/MODEL.GGUF"])
-def test_a_gguf_file_is_named_as_such(tmp_path, monkeypatch, name):
+def test_a_gguf_file_that_does_not_exist_is_named(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=f"^{name}: GGUF, llama.cpp's format, is not read; give the"):
+    with pytest.raises(CheckpointError, match=f"^there is no file {name}; give the path of one, or org"):
         resolve_source(name, offline=True)
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"GGUF")
+    assert resolve_source(name, offline=True) == Path(name)
+    with pytest.raises(ConfigError, match="is a file, which has no revisions"):
+        resolve_source(name, revision="v2")
 
 
 @pytest.mark.parametrize("has_config", [True, False])
-def test_a_directory_of_gguf_files_is_named_as_such(single, has_config):
+def test_a_directory_of_several_gguf_files_names_them(single, has_config):
     (single / SINGLE).unlink()
-    (single / "a.gguf").write_bytes(b"GGUF")
+    for name in ("a.gguf", "b.gguf"):
+        (single / name).write_bytes(b"GGUF")
     if not has_config:
         (single / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"has weights as a\.gguf only: GGUF, llama.cpp's format"):
+    with pytest.raises(CheckpointError, match=r"; give one of its GGUF files: .*/a\.gguf, .*/b\.gguf"):
         SafetensorsFormat().open(single)
+    assert resolve_source(single) == single
+    (single / "b.gguf").unlink()
+    assert resolve_source(single) == single / "a.gguf"
+    assert resolve_source(single, has_weights=False) == single
 
 
 def test_a_gguf_file_beside_safetensors_does_not_matter(single):
     (single / "a.gguf").write_bytes(b"GGUF")
+    assert resolve_source(single) == single
     assert SafetensorsFormat().open(single).weights.tensors
 
 
-def test_a_hub_model_of_gguf_files_is_refused_before_it_is_downloaded(tmp_path, monkeypatch):
+@pytest.fixture
+def gguf_hub(monkeypatch):
+    """A hub with one repository that has two GGUF files; no download is expected."""
     import huggingface_hub
 
-    files = [SimpleNamespace(rfilename=name) for name in ("README.md", "x-Q8_0.gguf")]
+    files = [SimpleNamespace(rfilename=name) for name in ("README.md", "x-Q4_0.gguf", "x-Q8_0.gguf")]
     monkeypatch.setattr(
         huggingface_hub,
         "HfApi",
         lambda endpoint: SimpleNamespace(model_info=lambda *_, **__: SimpleNamespace(siblings=files)),
     )
     monkeypatch.setattr("sagellm.engines.loading.source._download", pytest.fail)
-    with pytest.raises(CheckpointError, match=r"org/tiny has weights as x-Q8_0\.gguf only: GGUF"):
+
+
+def test_a_hub_model_of_gguf_files_names_them_before_it_is_downloaded(tmp_path, gguf_hub):
+    message = (
+        r"org/tiny has weights as GGUF only; name one of its files: org/tiny:x-Q4_0\.gguf, org/tiny:x-Q8"
+    )
+    with pytest.raises(CheckpointError, match=message):
         resolve_source("org/tiny", cache_dir=tmp_path / "hub", offline=False)
+    with pytest.raises(CheckpointError, match=r"org/tiny has no y\.gguf; of \.gguf files it has x-Q4_0"):
+        resolve_source("org/tiny:y.gguf", cache_dir=tmp_path / "hub", offline=False)
+
+
+def test_a_gguf_file_of_a_hub_model_is_found_in_the_cache(single, tmp_path):
+    snapshot = cached(single, tmp_path / "hub")
+    (snapshot / "q").mkdir()
+    (snapshot / "q" / "x-Q8_0.gguf").write_bytes(b"GGUF")
+    name = "org/tiny:q/x-Q8_0.gguf"
+    assert resolve_source(name, cache_dir=tmp_path / "hub", offline=True) == snapshot / "q" / "x-Q8_0.gguf"
+    with pytest.raises(CheckpointError, match=r"org/tiny:y\.gguf is in .* has no y\.gguf; .* offline mode"):
+        resolve_source("org/tiny:y.gguf", cache_dir=tmp_path / "hub", offline=True)
+    with pytest.raises(CheckpointError, match="there is no file"):
+        resolve_source("org/tiny:../x.gguf", cache_dir=tmp_path / "hub", offline=True)
+
+
+def test_only_the_named_gguf_file_is_downloaded(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def download(repo_id, **options):
+        asked.append((repo_id, options["allow_patterns"], options["ignore_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr("sagellm.engines.loading.source._check_reachable", lambda *_: None)
+    name = "m-00002-of-00002.gguf"
+    parts = [name.replace("2-of", f"{number}-of") for number in (1, 2)]
+    found = resolve_source(f"org/tiny:{name}", cache_dir=tmp_path, offline=False)
+    assert asked[-1] == ("org/tiny", parts, None)
+    assert found == tmp_path / parts[0]
 
 
 QUANTIZED = (

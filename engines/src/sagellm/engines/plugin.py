@@ -30,6 +30,9 @@ def sagellm_providers() -> list[Provider]:
             "Hugging Face's layout",
         ),
         *_quantized_formats(),
+        Provider(
+            "checkpoint_format", "gguf", f"{_PACKAGE}.loading.gguf:GGUFFormat", "llama.cpp's, in one file"
+        ),
         Provider("forward_backend", "torch", torch_backend, "torch operators, layer by layer"),
         Provider(
             "executor",

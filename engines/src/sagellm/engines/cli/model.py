@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="A directory or a hub id; --model does the same."),
+    typer.Argument(metavar="MODEL", help="A directory, a GGUF file or a hub id; --model does the same."),
 ]
 
 

@@ -161,7 +161,8 @@ class ModelConfig(Checked):
     section: ClassVar[str] = "model"
 
     name: PathOrName = Field(
-        default=EMBEDDED, description="model: a directory, a hub id, or the one that ships with this package"
+        default=EMBEDDED,
+        description="model: a directory, a GGUF file, a hub id, or the one that ships with this package",
     )
     tokenizer: PathOrName | None = Field(
         default=None, description="tokenizer: a directory or a hub id, if not the model's own"

@@ -1,4 +1,4 @@
-"""From a directory or a hub id to a model's spec and weights, with every error found before allocating."""
+"""From a model's name to its spec and weights, with every error found before allocating."""
 
 from typing import TYPE_CHECKING
 

@@ -83,10 +83,9 @@ class SafetensorsFormat(CheckpointFormatProtocol):
 
     def open(self, path: Path) -> Checkpoint:
         """Read config and headers. Raises CheckpointError that names what is missing or damaged."""
-        _refuse_gguf(path)
         if not (path / CONFIG).exists():
             raise CheckpointError(
-                f"{path} has no {CONFIG}; it is not a checkpoint in the Hugging Face layout"
+                f"{path} has no {CONFIG}; it is not a checkpoint in the Hugging Face layout{_gguf_hint(path)}"
             )
         config = read_json(path / CONFIG)
         return Checkpoint(
@@ -97,19 +96,12 @@ class SafetensorsFormat(CheckpointFormatProtocol):
         )
 
 
-def gguf_refusal(what: str) -> str:
-    """Say what to give instead of a model in llama.cpp's format."""
-    return (
-        f"{what}: GGUF, llama.cpp's format, is not read; give the checkpoint that it was made from, a "
-        f"directory or a hub id with config.json and *.safetensors"
-    )
-
-
-def _refuse_gguf(path: Path) -> None:
-    """Raise CheckpointError for a directory whose weights are GGUF files alone."""
-    found = sorted(file.name for file in path.glob("*.gguf"))
-    if found and not any(path.glob("*.safetensors")):
-        raise CheckpointError(gguf_refusal(f"{path} has weights as {first_few(found)} only"))
+def _gguf_hint(path: Path) -> str:
+    """Say which GGUF files of a directory could be given, if it has several and no other weights."""
+    files = sorted(path.glob("*.gguf"))
+    if not files or any(path.glob("*.safetensors")):
+        return ""
+    return f"; give one of its GGUF files: {first_few([str(file) for file in files])}"
 
 
 def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
@@ -140,13 +132,14 @@ def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         raise UnsupportedModelError(f"{checkpoint.path}: {refusal_of(method)}")
     if problems:
         is_headless = missing == [_HEAD] and len(problems) == 1
+        config = "metadata" if checkpoint.path.is_file() else CONFIG
         reason = (
             "It is a base model's checkpoint, which cannot generate, or incomplete"
             if is_headless
-            else f"The files belong to different checkpoints, or {CONFIG} was changed"
+            else f"The files belong to different checkpoints, or {config} was changed"
         )
         raise CheckpointError(
-            f"the tensors in {checkpoint.path} contradict its {CONFIG}: {'; '.join(problems)}. {reason}"
+            f"the tensors in {checkpoint.path} contradict its {config}: {'; '.join(problems)}. {reason}"
         )
 
 
@@ -192,6 +185,8 @@ def _find_tensors(path: Path) -> dict[str, PlacedTensor]:
             f"{path} has weights as {first_few(others)} only. Such files are pickles, which can run code, "
             f"and are never read; give a checkpoint with {SINGLE} (transformers' save_pretrained writes it)"
         )
+    if hint := _gguf_hint(path):
+        raise CheckpointError(f"{path} has no safetensors{hint}")
     shards = sorted(file.name for file in path.glob("*.safetensors"))
     if shards:
         raise CheckpointError(f"{path} has {first_few(shards)} but no {INDEX} that says what lies where")

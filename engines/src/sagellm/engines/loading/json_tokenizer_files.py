@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _END_OF_TEXT = "<|endoftext|>"
-_QWEN2_WORDS = (
+QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
@@ -234,7 +234,7 @@ def _bring_qwen2(backend: Backend, settings: Mapping[str, Any]) -> None:
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_QWEN2_WORDS), behavior="isolated", invert=False),
+            pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated", invert=False),
             pre_tokenizers.ByteLevel(
                 add_prefix_space=bool(settings.get("add_prefix_space")), use_regex=False
             ),

@@ -138,7 +138,7 @@ def open_checkpoint(
     dtype: str | torch.dtype = "auto",
     tokenizer_path: Path | None = None,
 ) -> OpenedModel:
-    """Open a directory and check config, headers, shapes and tokenizer."""
+    """Open a directory or file and check config, headers, shapes and tokenizer."""
     checkpoint = select_format(path, formats).open(path)
     config = checkpoint.config
     spec = select_family(config, families, frozenset(checkpoint.weights.tensors)).spec

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sagellm.core import CheckpointError, get_logger
 from sagellm.engines.config.shown import first_few, shown
 from sagellm.engines.loading.decoder_limits import check_decoding
+from sagellm.engines.loading.gguf_files import gguf_in
 from sagellm.engines.loading.tokenizer_limits import check_tokenizer_files, max_bytes_of
 from sagellm.engines.loading.tokenizer_settings import SETTINGS, read_settings, read_whole
 from sagellm.engines.text.guarded_tokenizer import is_foreign
@@ -40,12 +41,16 @@ _OTHER_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".py
 
 
 def open_tokenizer(path: Path) -> Tokenizer | None:
-    """Return the tokenizer of a directory for an engine, or None if it has none.
+    """Return the tokenizer of a directory or a GGUF file for an engine, or None if it has none.
 
     It is made without transformers where that gives the same tokens. Raises what `load_tokenizer` raises.
     """
     from sagellm.engines.loading.json_tokenizer_files import open_json_tokenizer
 
+    if (file := _gguf_file(path)) is not None:
+        from sagellm.engines.loading.gguf_tokenizer import open_gguf_tokenizer
+
+        return open_gguf_tokenizer(file)
     if not _has_tokenizer(path):
         return None
     try:
@@ -68,6 +73,11 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     """
     from transformers import AutoTokenizer
 
+    if (file := _gguf_file(path)) is not None:
+        from sagellm.engines.loading.gguf_tokenizer import open_gguf_tokenizer
+
+        opened = open_gguf_tokenizer(file)
+        return None if opened is None else opened.transformers
     if not _has_tokenizer(path):
         return None
     with tokenizer_folder(path) as folder:
@@ -91,12 +101,26 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
 
 def _has_tokenizer(path: Path) -> bool:
     """Say whether there is any file of a tokenizer. Raises CheckpointError if one is too large."""
-    if not any((path / name).exists() for name in TOKENIZER_FILES):
+    if not _has_files(path):
         logger.warning("%s has no tokenizer; prompts must be token ids", path)
         return False
     templates = (path / _TEMPLATES).glob("*.jinja")
     check_tokenizer_files([*(path / name for name in (*TOKENIZER_FILES, *_OTHER_FILES)), *templates], path)
     return True
+
+
+def names_tokenizer(path: Path) -> bool:
+    """Say whether a directory or GGUF file may have a tokenizer. Cheap: reads only names."""
+    return _has_files(path) or gguf_in(path) is not None
+
+
+def _has_files(path: Path) -> bool:
+    return any((path / name).exists() for name in TOKENIZER_FILES)
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that a tokenizer is in; beside others of a directory, its own files count."""
+    return None if _has_files(path) else gguf_in(path)
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:

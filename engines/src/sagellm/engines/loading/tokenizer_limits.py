@@ -23,10 +23,10 @@ JSON = "tokenizer.json"
 MAX_TOKEN_CHARACTERS = 4096
 _MAX_BYTES = 32 << 20
 _MAX_BYTES_OF = {JSON: 128 << 20, "chat_template.jinja": 1 << 20}
-_MAX_ENTRIES = 1 << 20  # of the vocabulary, and as many merges; Gemma 3 has 262,144 and 514,906
+MAX_ENTRIES = 1 << 20  # of the vocabulary, and as many merges; Gemma 3 has 262,144 and 514,906
 _MAX_VOCAB_BYTES = 48 << 20  # 45 for each entry
-_MAX_ADDED = 1 << 17  # models of speech add 66,000
-_MAX_ADDED_CHARACTERS = 1 << 20
+MAX_ADDED = 1 << 17  # models of speech add 66,000
+MAX_ADDED_CHARACTERS = 1 << 20
 _MAX_PIECE_BYTES = 4 << 20  # of a Unigram model, which takes 340 times as much; XLM-RoBERTa has 2.5 MB
 _MAX_STEP_BYTES = 512 << 10  # of tokenizer.json without its long lists; a table of NFKC has 320 kB
 _MAX_PATTERN_CHARACTERS = 16 << 10  # of all regular expressions, which take up to a second to compile
@@ -94,12 +94,13 @@ def _check_file(file: Path) -> None:
     if not file.exists():
         return
     check_file(file)
-    _check(file, "bytes", file.stat().st_size, max_bytes_of(file.name))
+    check_count(file, "bytes", file.stat().st_size, max_bytes_of(file.name))
     if (mark := _MARKS.get(file.name)) is not None:
-        _check(file, "entries", file.read_bytes().count(mark), _MAX_ENTRIES)
+        check_count(file, "entries", file.read_bytes().count(mark), MAX_ENTRIES)
 
 
-def _check(where: Path | str, what: str, number: int, most: int) -> None:
+def check_count(where: Path | str, what: str, number: int, most: int) -> None:
+    """Raise CheckpointError if there is more of something than any published tokenizer has."""
     if number > most:
         raise CheckpointError(
             f"{where} has {number:,} {what}; there may be at most {most:,}, and no published tokenizer has "
@@ -114,21 +115,21 @@ def _read_json(file: Path) -> tuple[list[_AddedToken], dict[str, Any]]:
     vocab, merges, added = (
         _span(text, part) for part in (parts.model.vocab, parts.model.merges, parts.added_tokens)
     )
-    _check(file, "bytes in model.vocab", vocab.end - vocab.begin, _MAX_VOCAB_BYTES)
-    _check(file, "entries in model.vocab", _num_entries(text, vocab), _MAX_ENTRIES)
-    _check(file, "entries in model.merges", _num_entries(text, merges), _MAX_ENTRIES)
-    _check(file, "braces in added_tokens", text.count(b"{", *added), 2 * _MAX_ADDED)
+    check_count(file, "bytes in model.vocab", vocab.end - vocab.begin, _MAX_VOCAB_BYTES)
+    check_count(file, "entries in model.vocab", _num_entries(text, vocab), MAX_ENTRIES)
+    check_count(file, "entries in model.merges", _num_entries(text, merges), MAX_ENTRIES)
+    check_count(file, "braces in added_tokens", text.count(b"{", *added), 2 * MAX_ADDED)
     if text[vocab.begin : vocab.begin + 1] == b"[":
         pieces = msgspec.json.decode(parts.model.vocab, type=list[tuple[str, Any]])
         num_bytes = sum(len(piece.encode()) for piece, _ in pieces)
-        _check(file, "bytes of pieces in model.vocab", num_bytes, _MAX_PIECE_BYTES)
+        check_count(file, "bytes of pieces in model.vocab", num_bytes, _MAX_PIECE_BYTES)
     rest = _without(text, [vocab, merges, added])
-    _check(file, "bytes besides its tokens", len(rest), _MAX_STEP_BYTES)
+    check_count(file, "bytes besides its tokens", len(rest), _MAX_STEP_BYTES)
     # Of two entries with one name, the library tokenizers might take the other one.
     steps = parse_json(rest, has_unique_names=True)
     assert isinstance(steps, dict), "it was read as one"
     patterns = list(_patterns(steps))
-    _check(file, "characters of regular expressions", sum(map(len, patterns)), _MAX_PATTERN_CHARACTERS)
+    check_count(file, "characters of regular expressions", sum(map(len, patterns)), _MAX_PATTERN_CHARACTERS)
     own = msgspec.json.decode(parts.added_tokens or b"[]", type=list[_AddedToken] | None)
     return own or [], steps
 
@@ -159,22 +160,22 @@ def _without(text: bytes, parts: Sequence[_Span]) -> bytes:
 
 def _check_added(where: Path | str, added: Sequence[_AddedToken]) -> None:
     lengths = [len(token.content) for token in added]
-    _check(where, "added tokens", len(added), _MAX_ADDED)
-    _check(where, "characters in an added token", max(lengths, default=0), MAX_TOKEN_CHARACTERS)
-    _check(where, "characters in its added tokens", sum(lengths), _MAX_ADDED_CHARACTERS)
+    check_count(where, "added tokens", len(added), MAX_ADDED)
+    check_count(where, "characters in an added token", max(lengths, default=0), MAX_TOKEN_CHARACTERS)
+    check_count(where, "characters in its added tokens", sum(lengths), MAX_ADDED_CHARACTERS)
 
 
 def _check_normalizer(file: Path, normalizer: Any, added: Sequence[_AddedToken]) -> None:
     """Limit what building does: the normalizer runs on each added token that does not say otherwise."""
     total = sum(len(token.content) for token in added if token.normalized)
-    _check(
+    check_count(
         file,
         "characters of normalized added tokens",
         total * growth_of(normalizer),
         _MAX_NORMALIZED_CHARACTERS,
     )
     num_searches = len(list(_patterns(normalizer))) + sum(_TABLE in step for step in steps_of(normalizer))
-    _check(
+    check_count(
         file,
         "characters of added tokens to search by regular expressions and tables of its normalizer",
         total * num_searches,

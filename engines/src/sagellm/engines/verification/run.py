@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sagellm.core import EngineError
+from sagellm.core import CheckpointError, EngineError
 from sagellm.engines.forward.device_memory import available_memory_bytes
 from sagellm.engines.loading.device_and_dtype import resolve_device, torch_dtype
 from sagellm.engines.loading.source import resolve_source
@@ -68,6 +68,11 @@ def reference_of(answers: Answers, warn: Callable[[str], None]) -> Reference:
     model = answers.config.model
     device, dtype = resolve_device(model.device), torch_dtype(model.dtype)
     path = resolve_source(model.name, revision=model.revision)
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a GGUF file, which transformers does not load as it stands; verify the checkpoint "
+            f"that it was made of"
+        )
     if device.type == "cuda":
         torch.cuda.empty_cache()
     needed, available = num_bytes_in(path, dtype), available_memory_bytes(device)

@@ -74,7 +74,7 @@ def _encode(client: AdminClient, kind: str, text: str) -> list[int]:
     """
     from sagellm.engines.config.schema import EngineConfig
     from sagellm.engines.loading.source import resolve_tokenizer
-    from sagellm.engines.loading.tokenizer import TOKENIZER_FILES
+    from sagellm.engines.loading.tokenizer import names_tokenizer
     from sagellm.engines.text import ChatMessage
     from sagellm.engines.text.calls import Encode, Render
     from sagellm.engines.text.limits import TextLimits
@@ -83,7 +83,7 @@ def _encode(client: AdminClient, kind: str, text: str) -> list[int]:
         {key: value for key, value in client.hello.config.items() if key.startswith("model.")}
     )
     path = resolve_tokenizer(config.model)
-    if not any((path / name).exists() for name in TOKENIZER_FILES):
+    if not names_tokenizer(path):
         raise InvalidInputError("the engine's model has no tokenizer; name a request instead")
     limits = TextLimits.of(client.hello.limits.max_model_len, timeout_s=_TIMEOUT_S)
     if kind == "prompt":

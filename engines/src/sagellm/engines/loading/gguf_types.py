@@ -1,0 +1,175 @@
+"""The types of ggml's tensors, and how the blocks of quantized ones become codes, scales and offsets.
+
+A row is a sequence of blocks, each with its scales before or behind its codes. Source: ggml-common.h and
+ggml-quants.c of llama.cpp. What a block stands for is computed in float32, as there:
+
+    Q8_0  d·q              Q4_0  d·(u - 8)       Q4_1  d·u + m
+    Q5_0  d·(u - 16)       Q5_1  d·u + m         Q6_K  (d·s)·(u - 32)
+    Q4_K, Q5_K  (d·s)·u - (dmin·m), s and m of 6 bits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sagellm.core.protocols.weight_form import CodedRows, CodeType, WeightForm
+
+TYPES = {
+    **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K"},
+    **{11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS"},
+    **{18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16"},
+    **{26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
+    **{40: "NVFP4", 41: "Q1_0"},
+}
+BLOCKS = {
+    **{"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2)},
+    **{"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24)},
+    **{"Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)},
+}
+"""How many weights a block has, and how many bytes, by the types that are read."""
+READ = tuple(BLOCKS)
+_Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """What quantized rows become, and the function that takes their blocks apart, (rows, blocks, bytes)."""
+
+    form: WeightForm
+    unpack: Callable[[_Bytes], CodedRows]
+
+
+def _copy(part: _Bytes) -> _Bytes:
+    """Return a part of each block in one piece; numpy copies an item of many bytes at once."""
+    num_bytes = part.shape[-1]
+    return np.ascontiguousarray(part.view(f"V{num_bytes}")).view(np.uint8).reshape(part.shape)
+
+
+def _pairs(codes: _Bytes) -> _Bytes:
+    """Return bytes (…, 2, n ÷ 2) of neighbouring codes: those of all low bits of n bytes, then of all high.
+
+    A canonical byte has codes 2k and 2k + 1; a stored one has k and k + n.
+    """
+    words, num_bytes = _copy(codes).view("<u8"), codes.shape[-1]
+    pairs = np.empty((codes.size // num_bytes, 2), f"V{num_bytes // 2}")
+    for half in range(2):
+        nibbles = words >> 4 * half & 0x0F0F0F0F0F0F0F0F
+        nibbles |= nibbles >> 4  # every other byte has a nibble, and that of the byte behind it
+        pairs[:, half] = nibbles.view(np.uint8).reshape(-1)[::2].copy().view(pairs.dtype)
+    return pairs.view(np.uint8).reshape(*codes.shape[:-1], 2, num_bytes // 2)
+
+
+def _nibbles(codes: _Bytes) -> _Bytes:
+    """Return codes (…, 2, n) of n bytes: all low bits, then all high."""
+    both = np.empty((*codes.shape[:-1], 2, codes.shape[-1]), np.uint8)
+    np.bitwise_and(codes, 15, out=both[..., 0, :])
+    np.right_shift(codes, 4, out=both[..., 1, :])
+    return both
+
+
+def _half(blocks: _Bytes, at: int) -> npt.NDArray[np.float16]:
+    """Return the float16 at a byte of each block, (rows, blocks)."""
+    return np.ascontiguousarray(blocks[..., at : at + 2].view("<f2")[..., 0])
+
+
+def _flat(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """Return (rows, …) as (rows, all)."""
+    return array.reshape(len(array), -1)
+
+
+def _zeros(scales: npt.NDArray[np.generic]) -> npt.NDArray[np.int8]:
+    """A nibble is its number without a zero point: u - 8 - (-8)."""
+    return np.full(scales.shape, -8, np.int8)
+
+
+def _unpack_q8_0(blocks: _Bytes) -> CodedRows:
+    return CodedRows(codes=_flat(_copy(blocks[..., 2:])).view(np.int8), scales=_half(blocks, 0))
+
+
+def _unpack_q4_0(blocks: _Bytes) -> CodedRows:
+    return CodedRows(codes=_flat(_pairs(blocks[..., 2:])), scales=_half(blocks, 0))
+
+
+def _unpack_q4_1(blocks: _Bytes) -> CodedRows:
+    scales = _half(blocks, 0)
+    return CodedRows(
+        codes=_flat(_pairs(blocks[..., 4:])),
+        scales=scales,
+        zeros=_zeros(scales),
+        offsets=-_half(blocks, 2),
+    )
+
+
+def _fifth_bits(blocks: _Bytes, at: int) -> _Bytes:
+    """Return 16 or 0 for each of the 32 codes of a block."""
+    bits = np.unpackbits(blocks[..., at : at + 4], axis=-1, bitorder="little")
+    return np.left_shift(bits, 4, out=bits)
+
+
+def _unpack_q5_0(blocks: _Bytes) -> CodedRows:
+    codes = _nibbles(blocks[..., 6:]).reshape(*blocks.shape[:-1], 32) | _fifth_bits(blocks, 2)
+    return CodedRows(codes=_flat(codes.view(np.int8) - np.int8(16)), scales=_half(blocks, 0))
+
+
+def _unpack_q5_1(blocks: _Bytes) -> CodedRows:
+    codes = _nibbles(blocks[..., 8:]).reshape(*blocks.shape[:-1], 32) | _fifth_bits(blocks, 4)
+    return CodedRows(codes=_flat(codes).view(np.int8), scales=_half(blocks, 0), offsets=-_half(blocks, 2))
+
+
+def _scales_and_minima(blocks: _Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Return the scale and what is subtracted of each 32 codes of Q4_K or Q5_K, (rows, groups).
+
+    Of 12 bytes the first four have scales 0 to 3, the next minima 0 to 3, in six bits; their two high bits
+    belong to scales and minima 4 to 7, whose low four are the nibbles of the last four bytes.
+    """
+    first, second, third = (blocks[..., at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate((first & 63, third & 15 | first >> 2 & 48), axis=-1).astype(np.float32)
+    minima = np.concatenate((second & 63, third >> 4 | second >> 2 & 48), axis=-1).astype(np.float32)
+    scales *= _half(blocks, 0)[..., None].astype(np.float32)
+    minima *= _half(blocks, 2)[..., None].astype(np.float32)
+    return scales.reshape(len(blocks), -1), minima.reshape(len(blocks), -1)
+
+
+def _unpack_q4_k(blocks: _Bytes) -> CodedRows:
+    scales, minima = _scales_and_minima(blocks)
+    runs = blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32)
+    return CodedRows(codes=_flat(_pairs(runs)), scales=scales, zeros=_zeros(scales), offsets=minima)
+
+
+def _unpack_q5_k(blocks: _Bytes) -> CodedRows:
+    scales, minima = _scales_and_minima(blocks)
+    codes = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:-1], 4, 32)).reshape(*blocks.shape[:-1], 8, 32)
+    # Bit g of byte j is the fifth of code j of group g.
+    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return CodedRows(codes=_flat(codes | high << 4).view(np.int8), scales=scales, offsets=minima)
+
+
+def _unpack_q6_k(blocks: _Bytes) -> CodedRows:
+    low = _nibbles(blocks[..., :128].reshape(*blocks.shape[:-1], 2, 64)).reshape(*blocks.shape[:-1], 2, 4, 32)
+    high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
+    high = (high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).astype(np.uint8)
+    codes = (low | high << 4).view(np.int8) - np.int8(32)
+    scales = blocks[..., 192:208].view(np.int8).astype(np.float32)
+    scales *= _half(blocks, 208)[..., None].astype(np.float32)
+    return CodedRows(codes=_flat(codes), scales=_flat(scales))
+
+
+def _form(code: CodeType, group_size: int, *, has_minima: bool) -> WeightForm:
+    has_zeros = has_minima and code is CodeType.INT4
+    return WeightForm(code=code, group_size=group_size, has_zeros=has_zeros, has_offsets=has_minima)
+
+
+BLOCK_TYPES = {
+    "Q8_0": BlockType(_form(CodeType.INT8, 32, has_minima=False), _unpack_q8_0),
+    "Q4_0": BlockType(_form(CodeType.INT4, 32, has_minima=False), _unpack_q4_0),
+    "Q4_1": BlockType(_form(CodeType.INT4, 32, has_minima=True), _unpack_q4_1),
+    "Q5_0": BlockType(_form(CodeType.INT8, 32, has_minima=False), _unpack_q5_0),
+    "Q5_1": BlockType(_form(CodeType.INT8, 32, has_minima=True), _unpack_q5_1),
+    "Q4_K": BlockType(_form(CodeType.INT4, 32, has_minima=True), _unpack_q4_k),
+    "Q5_K": BlockType(_form(CodeType.INT8, 32, has_minima=True), _unpack_q5_k),
+    "Q6_K": BlockType(_form(CodeType.INT8, 16, has_minima=False), _unpack_q6_k),
+}
