@@ -47,6 +47,7 @@ class ProviderInfo:
     core_installed: str
     api: int  # the protocol version for which it was written
     api_installed: int
+    is_automatic: bool = True  # False: settings such as `forward.backend: auto` leave it out
     description: str = ""  # first line of the target's docstring
     options: tuple[ProviderOption, ...] = ()
     error: str | None = None
@@ -232,6 +233,8 @@ def _provider_text(entry: ProviderInfo) -> str:
         f"protocol version {entry.api}, core has {entry.api_installed}",
         f"  error         {entry.error}" if entry.error else f"  description   {entry.description}",
     ]
+    if not entry.is_automatic:
+        lines.append("  automatic     no: a setting has to name it")
     if entry.options:
         lines += ["", columns(("  OPTION", "TYPE", "DEFAULT"), [_option_row(each) for each in entry.options])]
         if flag := _flag_of(entry.kind):
