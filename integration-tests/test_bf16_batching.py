@@ -52,7 +52,7 @@ def run_alone(path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPa
 
     def record(batch: Any) -> Any:
         logits = execute(batch)
-        first, second = logits[0].topk(2).values.tolist()
+        first, second = torch.as_tensor(logits)[0].topk(2).values.tolist()
         margins.append((first - second) / 2.0 ** (math.floor(math.log2(abs(first))) - 7))
         return logits
 
