@@ -130,6 +130,8 @@ def test_words_equal_those_of_the_library(bits, num_inputs):
     )
     expected = helpers.pack_to_int32(codes, bits)
     assert np.array_equal(packed_rows(codes, bits).view("<i4"), expected.numpy())
+    zeros = helpers.pack_to_int32(codes.T.contiguous(), bits, packed_dim=0)
+    assert np.array_equal(packed_rows(codes, bits).view("<i4").T, zeros.numpy())
 
 
 def test_config_names_what_is_quantized_and_how(source, tmp_path):

@@ -132,7 +132,7 @@ def make_plan(
         _planned(name, source, formats.get(name), stored[source.name].dtype)
         for name, source in sources.items()
     ]
-    config = _config(opened, formats, saved, head)
+    config = _config(opened, formats, head)
     return Plan(
         files=_files(weights, max_shard_bytes),
         config=config,
@@ -194,20 +194,16 @@ def _files(weights: Sequence[PlannedWeight], max_shard_bytes: int) -> tuple[Plan
     )
 
 
-def _config(
-    opened: OpenedModel, formats: dict[str, SavedFormat], saved: SavedFormat, head: SavedFormat | None
-) -> dict[str, Any]:
+def _config(opened: OpenedModel, formats: dict[str, SavedFormat], head: SavedFormat | None) -> dict[str, Any]:
     """Return the source's config with a `quantization_config`; a head of its own format is no longer tied."""
     config: dict[str, Any] = json.loads((opened.path / CONFIG).read_text(encoding="utf-8"))
     by_size: dict[SavedFormat, list[str]] = {}
     for name, each in formats.items():
         if name != f"{_HEAD}.weight":
             by_size.setdefault(each, []).append(name.removesuffix(".weight"))
-    ((_, rest), *others) = sorted(by_size.items(), key=lambda entry: -len(entry[1]))
-    del rest  # all linears that no other target names
-    most_used, *_ = sorted(by_size, key=lambda each: -len(by_size[each]))
-    schemes = [most_used.scheme(["Linear"])]
-    schemes += [each.scheme(_patterns(names)) for each, names in others]
+    first, *others = sorted(by_size, key=lambda each: -len(by_size[each]))
+    # Most linears are in the first: it is for all that no other target names.
+    schemes = [first.scheme(["Linear"]), *(each.scheme(_patterns(by_size[each])) for each in others)]
     if head is not None:
         schemes.append(formats[f"{_HEAD}.weight"].scheme([_HEAD]))
         config["tie_word_embeddings"] = False
