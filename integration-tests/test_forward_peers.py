@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from sagellm.engines.loading import SafetensorsFormat
+from sagellm.engines.loading.gguf import GGUFFormat
 from sagellm.engines.testing import make_checkpoint
 
 PEERS = Path(__file__).parents[1] / "benchmarks" / "peers"
-sys.path.append(str(PEERS))
+sys.path += [str(PEERS), str(PEERS.parent)]
 
 import forward_llamacpp  # noqa: E402
 import forward_vllm  # noqa: E402
 import forward_workload  # noqa: E402
+import gguf_file  # noqa: E402
 
 
 class Clock:
@@ -51,6 +54,14 @@ def test_no_prompt_repeats_but_where_a_cache_is_measured():
     forward_workload.ttft_cached(engine, 1)
     first, second = engine.prompts
     assert (first[:1920] == second[:1920], first[1920] == second[1920], len(second)) == (True, False, 2048)
+
+
+def test_a_gguf_file_for_comparisons_is_the_checkpoint(tmp_path, capsys):
+    path = make_checkpoint(tmp_path / "m", family="qwen3", hidden_size=64, intermediate_size=160, head_dim=32)
+    gguf_file.main([str(path), str(tmp_path / "m.gguf"), "--type", "Q4_0"])
+    assert "m.gguf" in capsys.readouterr().out
+    weights = GGUFFormat().open(tmp_path / "m.gguf").weights.tensors
+    assert weights.keys() == SafetensorsFormat().open(path).weights.tensors.keys()
 
 
 def test_every_tensor_of_a_checkpoint_has_a_name_in_gguf(tmp_path):

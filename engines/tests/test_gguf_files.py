@@ -194,7 +194,8 @@ def test_a_quantized_file_computes_what_its_dequantized_self_does(
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_a_quantized_embedding_may_be_the_head(backend: str, tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "m", family="qwen3", seed=2, tie_word_embeddings=True, **SIZES)
+    sizes = SIZES | {"head_dim": 32}
+    model = make_checkpoint(tmp_path / "m", family="qwen3", seed=2, tie_word_embeddings=True, **sizes)
     path = copy_as_gguf(model, tmp_path / "m.gguf", "Q4_0")
     plain = dequantized(path, model, tmp_path / "plain")
     assert answer(path, forward_backend=backend) == answer(plain, forward_backend=backend)
