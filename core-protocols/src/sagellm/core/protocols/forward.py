@@ -42,12 +42,12 @@ class ForwardBackendProtocol(ABC):
 
     Providers are called as
     `factory(spec, weights, device=..., dtype=..., attention=..., quantizer=..., shard=...,
-    packed_cache=...)`: the
-    model as a ModelSpec, a WeightSource, torch's device and dtype, an AttentionBackendProtocol (a backend may
-    have its own attention instead), a QuantizerProtocol or None, the Shard of the weights that this rank has,
-    and, only if users name one (`model.packed_cache`), a folder that keeps packed weights. If the spec needs a feature that is not in `features`, the factory is not called.
-    If it cannot support anything else, it raises UnsupportedModelError before it reads a weight. It reads
-    each tensor once and keeps it once.
+    packed_cache=...)`: the model as a ModelSpec, a WeightSource, torch's device and dtype, an
+    AttentionBackendProtocol (a backend may have its own attention instead), a QuantizerProtocol or None, the
+    Shard of the weights that this rank has, and, only if users name one (`model.packed_cache`), a folder that
+    keeps packed weights. If the spec needs a feature that is not in `features`, the factory is not called. If
+    it cannot support anything else, it raises UnsupportedModelError before it reads a weight. It reads each
+    tensor once and keeps it once.
 
     The model runner calls `initialize_kv_caches` once and then, once per step and from one thread,
     `copy_blocks` if there is something to copy, and `forward`. KV writes are idempotent: a step may
