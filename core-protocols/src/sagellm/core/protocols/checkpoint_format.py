@@ -32,7 +32,7 @@ class Shard:
         fewer of them than parts.
         """
         count = length // unit
-        if count < self.size:
+        if unit > 1 and count < self.size:
             first = self.rank * count // self.size
             return slice(first * unit, (first + 1) * unit)
         return slice(self.rank * count // self.size * unit, (self.rank + 1) * count // self.size * unit)

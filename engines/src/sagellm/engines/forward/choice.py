@@ -12,6 +12,7 @@ from sagellm.core import (
     PluginError,
     PluginRegistry,
     ProviderSpec,
+    SageLLMError,
     UnsupportedModelError,
     get_logger,
 )
@@ -76,21 +77,18 @@ def make_backend(
     for each in chosen:
         name = each.name
         try:
-            if wanted == AUTO:
-                _check_automatic(modules.registry, name)
-            factory = modules.registry.choose("forward_backend", each).factory
-            if wanted == AUTO:
-                _check_device(factory, given["device"])
-            _check_features(factory, spec, extra_features)
-            backend = modules.make("forward_backend", each, spec, *args, **_as_taken(factory, given))
+            factory = _checked_factory(modules, each, spec, given["device"], extra_features)
         except _OtherDeviceError as error:
             refused[name] = str(error)
             continue
         except (UnsupportedModelError, PluginError) as error:
-            if wanted != AUTO and isinstance(error, PluginError):
-                raise
-            refused[name] = str(error)
-            logger.warning("the forward backend %s is not used: %s", name, refused[name])
+            _refuse(refused, name, error, is_named=wanted != AUTO)
+            continue
+        taken = _as_taken(factory, given)  # an attention that fails is no reason to try the next backend
+        try:
+            backend = modules.make("forward_backend", each, spec, *args, **taken)
+        except (UnsupportedModelError, PluginError) as error:
+            _refuse(refused, name, error, is_named=wanted != AUTO)
             continue
         if "packed_cache" in given:
             _tell_of_unused_cache(modules.registry, name)
@@ -105,6 +103,28 @@ def make_backend(
     raise UnsupportedModelError(
         f"forward.backend is {wanted!r}, which cannot run the model ({reasons}); {advice}"
     )
+
+
+def _checked_factory(
+    modules: Modules, each: ProviderSpec, spec: ModelSpec, device: str, extra_features: Collection[str]
+) -> object:
+    """Return a backend's factory, unless it is known beforehand that it cannot run the model here."""
+    is_automatic = modules.config.forward.backend.name == AUTO
+    if is_automatic:
+        _check_automatic(modules.registry, each.name)
+    factory = modules.registry.choose("forward_backend", each).factory
+    if is_automatic:
+        _check_device(factory, device)
+    _check_features(factory, spec, extra_features)
+    return factory
+
+
+def _refuse(refused: dict[str, str], name: str, error: SageLLMError, *, is_named: bool) -> None:
+    """Note why a backend is not used. Raises the error of a plugin that the configuration names."""
+    if is_named and isinstance(error, PluginError):
+        raise error
+    refused[name] = str(error)
+    logger.warning("the forward backend %s is not used: %s", name, error)
 
 
 def _tell_of_unused_cache(registry: PluginRegistry, name: str) -> None:
