@@ -669,9 +669,9 @@ def kv_written_at_a_wrong_slot() -> None:
     "::test_one_seed_gives_equal_tokens_alone_and_in_a_batch_of_33_in_any_order",
 )
 def another_row_s_seed() -> None:
-    from sagellm.engines.sampling import sampler
+    from sagellm.engines.sampling import torch_sampler
 
-    @change(sampler, "uniforms")
+    @change(torch_sampler, "uniforms")
     def uniforms(original: Any, seeds: Sequence[int], positions: Sequence[int]) -> Any:
         return original(seeds[::-1], positions)
 

@@ -36,6 +36,9 @@ NOT_RUN = {
     "python benchmarks/tenants.py": MINUTES,
     "python benchmarks/spans.py": MINUTES,
     "python benchmarks/long_prompt.py MODEL": MINUTES,
+    "python benchmarks/quantization.py --calibration-text text.txt": "draws from the corpus of a source tree",
+    "python benchmarks/quantization.py --rows bfloat16 int8 int8/int8 int4 calibrated "
+    "calibrated/int8": MINUTES,
     "python benchmarks/kv_micro.py --peer vllm=ENV/bin/python --peer sglang=ENV/bin/python:DIR": PEERS,
     "python benchmarks/reference_experiment.py --peer vllm=ENV/bin/python --out DIR": PEERS,
     "python benchmarks/host_step.py --peer vllm=ENV/bin/python": PEERS,
@@ -58,6 +61,7 @@ SUBSTITUTIONS = [
     (r"bench fit MODEL", "bench fit MODEL --overwrite --duration 5"),
     (r"bench startup", "bench startup --warmup 0 --repeats 1"),
     (r"simulate TRACE --cost", "simulate TRACE --limit 40 --cost"),
+    (r"--format FORMAT -o DIR", "--format int8 -o quantized"),
     (r"\bMODEL\b|Qwen/Qwen3-0\.6B", str(EMBEDDED)),
     (r"\bTRACE\b", TRACE),
     (r"\bNAME\b", "lru"),
@@ -225,6 +229,7 @@ class Workplace:
             (folder / name).symlink_to(self.folder / name)
         shutil.copy(ROOT / "benchmarks" / "cost" / "h200-8b.json", folder / "fitted.json")
         (folder / "questions.txt").write_text("What is a KV cache?\n")
+        shutil.copy(ROOT / "README.md", folder / "text.txt")
         return folder
 
 
