@@ -124,7 +124,7 @@ def _refuse(refused: dict[str, str], name: str, error: SageLLMError, *, is_named
     if is_named and isinstance(error, PluginError):
         raise error
     refused[name] = str(error)
-    logger.warning("the forward backend %s is not used: %s", name, error)
+    logger.warning("the forward backend %s is not used: %s", name, refused[name])
 
 
 def _tell_of_unused_cache(registry: PluginRegistry, name: str) -> None:
