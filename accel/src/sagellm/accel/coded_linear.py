@@ -65,11 +65,7 @@ class CodedLinear(PlainLinear):
             if self._offsets is not None and rows.offsets is not None:
                 _copy(self._offsets[place], rows.offsets)
             del rows  # before the next piece is made: a view keeps pages of the file in memory
-        if read.bias is not None and self._bias is not None:
-            weights.load(read.bias, self._bias[read.outputs])
-        self._num_missing -= 1
-        if not self._num_missing:
-            self._finish()
+        self._end_part(read, weights)
 
     def apply(self, x: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
         """Multiply, in float32 if the form asks for rounded activations."""

@@ -14,7 +14,7 @@ from sagellm.accel.row_padding import padded_linear
 from sagellm.accel.weights import WeightReader
 from sagellm.accel.widening import can_pack, packed_linear, widened_product, widening_for
 from sagellm.core import WHOLE, ModelMetrics, QuantizerProtocol, Shard, SparsifierProtocol
-from sagellm.core.protocols.model_spec import FusedLinear
+from sagellm.core.protocols.model_spec import FusedLinear, LinearPart
 
 
 class WideRows:
@@ -137,11 +137,7 @@ class PlainLinear(LinearMethod):
         """Read a part straight into its place."""
         read = self._parts[part]
         weights.load(read.weight, self._weight[read.outputs])
-        if read.bias is not None and self._bias is not None:
-            weights.load(read.bias, self._bias[read.outputs])
-        self._num_missing -= 1
-        if not self._num_missing:
-            self._finish()
+        self._end_part(read, weights)
 
     def apply(self, x: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
         """Multiply."""
@@ -150,6 +146,14 @@ class PlainLinear(LinearMethod):
     def metrics(self) -> ModelMetrics:
         """Return the size of weight and bias."""
         return self._metrics
+
+    def _end_part(self, read: LinearPart, weights: WeightReader) -> None:
+        """Read a part's bias; after the last part, convert the weight."""
+        if read.bias is not None and self._bias is not None:
+            weights.load(read.bias, self._bias[read.outputs])
+        self._num_missing -= 1
+        if not self._num_missing:
+            self._finish()
 
     def _allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)

@@ -139,7 +139,7 @@ class GPTQWeight(CodedWeight):
         return self.module.get_floats("scales", groups, rows).T
 
     def zeros(self, rows: slice, groups: slice) -> npt.NDArray[np.int8] | None:
-        """Return the zero points; symmetric weights have one and the same, which is no number's offset.
+        """Return the zero points. Those of symmetric weights are all the middle code, which the form implies.
 
         The first version of the layout has them less 1, where 0 becomes the largest code, as in AutoGPTQ.
         """

@@ -89,7 +89,7 @@ class QuantizationSettings:
         return CheckpointError(f"{self.path}: {self.where}.{name} is {shown(value)}; it must be {expected}")
 
     def refusal(self, what: str, readable: str) -> UnsupportedModelError:
-        """Return the error for what is no mistake but not read; `readable` says what is."""
+        """Return the error for valid settings that are not supported; `readable` says which are."""
         return UnsupportedModelError(
             f"{self.path}: the weights are quantized as {self.method} with {what}, which is not read; "
             f"{readable}"
