@@ -249,6 +249,23 @@ def test_neither_torch_nor_transformers_is_loaded_to_compile():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def test_an_engine_without_torch_does_without_it_for_grammars():
+    code = (
+        "import sys\n"
+        "from sagellm.engines import LLMEngine, SamplingParams\n"
+        "from sagellm.engines.sampling.structured_outputs import StructuredOutputs\n"
+        "if __name__ == '__main__':\n"
+        "    with LLMEngine(model='embedded') as engine:\n"
+        "        had_torch = 'torch' in sys.modules  # of a machine where native does not run\n"
+        "        structure = StructuredOutputs(choice=['yes', 'no'])\n"
+        "        params = SamplingParams(max_tokens=4, structured_outputs=structure)\n"
+        "        assert engine.generate('Well?', params)[0].outputs[0].text in ('yes', 'no')\n"
+        "    assert had_torch or 'torch' not in sys.modules\n"
+        "    import torch\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 @pytest.mark.parametrize(
     ("schema", "valid", "invalid"),
     [

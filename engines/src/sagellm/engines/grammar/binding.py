@@ -7,6 +7,10 @@ tokens are computed, would wait seconds for them.
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
 from typing import Any
@@ -24,11 +28,33 @@ def xgrammar_core() -> Any:
         if spec is None:
             raise ModuleNotFoundError(f"there is no module {_PACKAGE}", name=_PACKAGE)
         _enter(spec)
+    with _torch_hidden():
+        import tvm_ffi  # noqa: F401  (it imports torch where it finds it, and does without)
     import xgrammar.exception  # so that its errors are RuntimeErrors
     import xgrammar.load_binding  # noqa: F401
     import xgrammar.tvm_ffi_binding as core
 
     return core
+
+
+@contextmanager
+def _torch_hidden() -> Iterator[None]:
+    """Have this thread find no torch inside the block, unless it is imported already; others find it."""
+    hidden = _Hidden()
+    sys.meta_path.insert(0, hidden)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(hidden)
+
+
+class _Hidden(MetaPathFinder):
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name == "torch" and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError("torch is not needed here", name=name)
 
 
 def _enter(spec: ModuleSpec) -> None:
