@@ -28,11 +28,10 @@ def xgrammar_core() -> Any:
         if spec is None:
             raise ModuleNotFoundError(f"there is no module {_PACKAGE}", name=_PACKAGE)
         _enter(spec)
-    with _torch_hidden():
-        import tvm_ffi  # noqa: F401  (it imports torch where it finds it, and does without)
-    import xgrammar.exception  # so that its errors are RuntimeErrors
-    import xgrammar.load_binding  # noqa: F401
-    import xgrammar.tvm_ffi_binding as core
+    with _torch_hidden():  # its tvm_ffi imports torch where it finds it, and does without
+        import xgrammar.exception  # so that its errors are RuntimeErrors
+        import xgrammar.load_binding  # noqa: F401
+        import xgrammar.tvm_ffi_binding as core
 
     return core
 
