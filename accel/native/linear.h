@@ -6,12 +6,14 @@
 
 namespace sage {
 
-enum class WeightKind : int32_t { bf16 = 0, int8 = 1, int4 = 2, f32 = 3 };
+// int8 has a scale for each output, int8_groups and int4 for each group of inputs.
+enum class WeightKind : int32_t { bf16 = 0, int8 = 1, int4 = 2, f32 = 3, int8_groups = 4 };
 
 // What a code stands for: -8 ... 7 as a nibble plus 8, an integer, OCP's 8-bit and 4-bit floats.
 enum class Code : int32_t { none = 0, int4 = 1, int8 = 2, e4m3 = 3, e5m2 = 4, e2m1 = 5 };
 
-// How a bf16 or f32 weight is stored that stays codes: (number - zero) * scale - offset, by group.
+// How the numbers of a weight make its values: (number - zero) * scale - offset, by group. `code` is what a bf16 or f32
+// weight is stored as that stays codes; int4 and int8_groups, whose numbers are multiplied, have none.
 struct Coding {
   Code code = Code::none;
   bool has_half_scales = false;  // in half floats
@@ -25,7 +27,7 @@ struct Weight {
   WeightKind kind;
   bool is_gated;
   int64_t n, k;
-  int64_t group;         // inputs per scale (int4, codes); 0: all
+  int64_t group;         // inputs per scale (int4, int8_groups, codes); 0: all
   unsigned char* data;   // 64-byte aligned, weight_bytes() long; scales and sums lie inside where a kernel wants them
   const float* bias;     // (n) or null
   Coding coding = {};
@@ -38,10 +40,8 @@ int64_t weight_bytes(const Weight&);
 int64_t pack_granularity();
 void pack_bf16(const Weight&, int64_t begin, int64_t count, const uint16_t* rows, int64_t stride);
 void pack_f32(const Weight&, int64_t begin, int64_t count, const float* rows, int64_t stride);
-// value * scale; one scale per output
-void pack_int8(const Weight&, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales);
-// values -8 ... 7 in a byte each; scales (count, k / group)
-void pack_int4(const Weight&, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales);
+// number * scale; numbers in a byte each, of int4 -8 ... 7; scales (count, groups)
+void pack_integers(const Weight&, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales);
 
 // Some outputs of a weight as its checkpoint has it: codes a byte each, or two nibbles to a byte, the first in the low
 // bits. Groups are counted in inputs; k is a multiple of 16.
@@ -62,7 +62,7 @@ struct Input {
   WeightKind kind;
   int64_t rows, k, group;
   unsigned char* memory;
-  bool has_one_scale = false;  // int4: one scale per row instead of one per group
+  bool has_one_scale = false;  // int4, int8_groups: one scale per row instead of one per group
 };
 
 // What activations are rounded to and back before a product: int8 or e4m3, with one scale for `group` inputs (0: a row),

@@ -298,7 +298,7 @@ inline void unpack_group(const unsigned char* nibbles, const Depth& depth, unsig
 
 // Adds one group's products, scaled, to the float sums of one panel and row group.
 template <bool two>
-void add_group(const Product& p, const unsigned char* tiles, const float* scales, int64_t row_group, int64_t group,
+void add_group(const Product& p, const unsigned char* tiles, const unsigned char* nibbles, int64_t row_group, int64_t group,
                float* sums) {
   alignas(64) float exact[kSumFloats];
   const Depth& depth = p.input.depth;
@@ -308,18 +308,16 @@ void add_group(const Product& p, const unsigned char* tiles, const float* scales
     tile_step<WeightKind::int4, two>(rows, tiles + step * 32 * depth.step_bytes, depth.step_bytes);
   }
   store_sums<two>(exact);
-  const Vec left_scale = load(scales), right_scale = load(scales + kLanes);
+  const GroupSet sets[2] = {{p.weight, p.panels, nibbles, 0}, {p.weight, p.panels, nibbles, 1}};
   const int64_t first = p.first_row(row_group), count = p.num_rows(row_group);
   for (int64_t row = 0; row < count; ++row) {
-    const Vec scale = all(p.scales[(first + row) * depth.num_groups + group]);
-    float *left = sums_of_row(exact, row), *right = left + kTileFloats;
-    float *to_left = sums_of_row(sums, row), *to_right = to_left + kTileFloats;
-    const Vec from_left = to_float(load_ints(reinterpret_cast<int32_t*>(left)));
-    const Vec from_right = to_float(load_ints(reinterpret_cast<int32_t*>(right)));
-    const Vec before_left = group == 0 ? zero() : load(to_left);
-    const Vec before_right = group == 0 ? zero() : load(to_right);
-    store(to_left, fma(mul(scale, left_scale), from_left, before_left));
-    store(to_right, fma(mul(scale, right_scale), from_right, before_right));
+    const int64_t index = (first + row) * depth.num_groups + group;
+    for (int64_t half = 0; half < 2; ++half) {
+      float* to = sums_of_row(sums, row) + half * kTileFloats;
+      if (group == 0) store(to, zero());
+      const IntVec product = load_ints(reinterpret_cast<int32_t*>(sums_of_row(exact, row) + half * kTileFloats));
+      sets[half].add_to(to, sub(product, sets[half].surplus(0, p.sums[index])), p.scales[index], p.sums[index]);
+    }
   }
 }
 
@@ -336,10 +334,9 @@ void int4_panels(const Product& p, const Part& part) {
     for (int64_t group = 0; group < depth.num_groups; ++group) {
       const unsigned char* nibbles = p.panel(panel) + group * p.panels.group_bytes;
       unpack_group(nibbles, depth, tiles);
-      const auto* scales = reinterpret_cast<const float*>(nibbles + p.panels.scales_at);
       float* here = sums;
       for (int64_t rows = part.group_begin; rows < part.group_end; ++rows, here += kSumFloats) {
-        add_group<two>(p, tiles, scales, rows, group, here);
+        add_group<two>(p, tiles, nibbles, rows, group, here);
         if (group + 1 < depth.num_groups) continue;
         Unfinished<WeightKind::int4> done(p);
         done.take(panel, rows, here, 1);

@@ -96,46 +96,67 @@ SAGE_INLINE void add_pairs(__m256i& sum, __m256i words, __m256i x) {
   asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16(words, x)));
 }
 
+// Exact products of one group, added to the sums of the panels.
+template <int rows, int panels>
+SAGE_INLINE void add_group(const Product& p, int64_t panel, int64_t row_group, int64_t group,
+                           const __m256i (&left)[panels][rows], const __m256i (&right)[panels][rows], Sums<rows, panels>& sums) {
+#pragma GCC unroll 4
+  for (int i = 0; i < panels; ++i) {
+    const unsigned char* weights = p.panel(panel + i) + group * p.panels.group_bytes;
+    const GroupSet left_set(p.weight, p.panels, weights, 0), right_set(p.weight, p.panels, weights, 1);
+#pragma GCC unroll 6
+    for (int row = 0; row < rows; ++row) {
+      const int64_t index = (p.first_row(row_group) + row) * p.input.depth.num_groups + group;
+      left_set.add_to(sums.left[i] + row * kLanes, left[i][row], p.scales[index], p.sums[index]);
+      right_set.add_to(sums.right[i] + row * kLanes, right[i][row], p.scales[index], p.sums[index]);
+    }
+  }
+}
+
+// What each group's products start at: integers whose numbers are stored with `excess`.
+template <int rows, int panels>
+SAGE_INLINE void start_group(const Product& p, int64_t panel, int64_t row_group, int64_t group, int32_t excess,
+                             __m256i (&left)[panels][rows], __m256i (&right)[panels][rows]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < panels; ++i) {
+    const unsigned char* weights = p.panel(panel + i) + group * p.panels.group_bytes;
+    const GroupSet left_set(p.weight, p.panels, weights, 0), right_set(p.weight, p.panels, weights, 1);
+#pragma GCC unroll 6
+    for (int row = 0; row < rows; ++row) {
+      const int32_t sum = -p.sums[(p.first_row(row_group) + row) * p.input.depth.num_groups + group];
+      left[i][row] = left_set.surplus(excess, sum), right[i][row] = right_set.surplus(excess, sum);
+    }
+  }
+}
+
 template <int rows, int panels>
 __attribute__((noinline)) static void rows_int8(const Product& p, int64_t panel, int64_t row_group) {
-  const unsigned char* weights = p.panel(panel);
+  const Depth& depth = p.input.depth;
   const unsigned char* activations = p.rows_at(row_group);
-  __m256i left[panels][rows], right[panels][rows];
+  Sums<rows, panels> sums = {};
+  for (int64_t group = 0; group < depth.num_groups; ++group) {
+    const unsigned char* weights = p.panel(panel) + group * p.panels.group_bytes;
+    __m256i left[panels][rows], right[panels][rows];
+    start_group<rows, panels>(p, panel, row_group, group, 0, left, right);
+    for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
+      for (int64_t at = 0; at < 64; at += 8, weights += kLineBytes) {
 #pragma GCC unroll 4
-  for (int i = 0; i < panels; ++i) {
+        for (int i = 0; i < panels; ++i) {
+          const unsigned char* line = weights + i * p.panels.panel_bytes;
+          for_halves<WeightKind::int8>(line, [&](const Vectors& w, int64_t half) __attribute__((always_inline)) {
 #pragma GCC unroll 6
-    for (int row = 0; row < rows; ++row) left[i][row] = right[i][row] = _mm256_setzero_si256();
-  }
-  for (int64_t step = 0; step < p.input.depth.num_steps(); ++step, activations += p.input.block_bytes()) {
-    for (int64_t at = 0; at < 64; at += 8, weights += kLineBytes) {
-#pragma GCC unroll 4
-      for (int i = 0; i < panels; ++i) {
-        const unsigned char* line = weights + i * p.panels.panel_bytes;
-        for_halves<WeightKind::int8>(line, [&](const Vectors& w, int64_t half) __attribute__((always_inline)) {
-#pragma GCC unroll 6
-          for (int row = 0; row < rows; ++row) {
-            const __m256i x = same_quads(activations + row * 64 + at + half * 4);
-            add_pairs(left[i][row], w.left, x);
-            add_pairs(right[i][row], w.right, x);
-          }
-        });
+            for (int row = 0; row < rows; ++row) {
+              const __m256i x = same_quads(activations + row * 64 + at + half * 4);
+              add_pairs(left[i][row], w.left, x);
+              add_pairs(right[i][row], w.right, x);
+            }
+          });
+        }
       }
     }
+    add_group<rows, panels>(p, panel, row_group, group, left, right, sums);
   }
-  const int64_t first = p.first_row(row_group);
-#pragma GCC unroll 4
-  for (int i = 0; i < panels; ++i) {
-    const auto* scales = reinterpret_cast<const float*>(p.panel(panel + i) + p.panels.scales_at);
-    const Vec left_scale = load(scales), right_scale = load(scales + kLanes);
-    Sums<rows> sums;
-#pragma GCC unroll 6
-    for (int64_t row = 0; row < rows; ++row) {
-      const Vec scale = all(p.scales[first + row]);
-      store(sums.left[0] + row * kLanes, mul(mul(scale, left_scale), to_float(left[i][row])));
-      store(sums.right[0] + row * kLanes, mul(mul(scale, right_scale), to_float(right[i][row])));
-    }
-    finish(p, panel + i, first, rows, sums.left[0], sums.right[0]);
-  }
+  for (int i = 0; i < panels; ++i) finish(p, panel + i, p.first_row(row_group), rows, sums.left[i], sums.right[i]);
 }
 
 SAGE_INLINE void add_bytes(__m256i& sum, __m256i nibbles, __m256i x) {
@@ -150,20 +171,12 @@ SAGE_INLINE __m256i words_added(__m256i sum, __m256i words) {
 template <int rows, int panels>
 __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel, int64_t row_group) {
   const Depth& depth = p.input.depth;
-  const int64_t first = p.first_row(row_group);
   const unsigned char* activations = p.rows_at(row_group);
   Sums<rows, panels> sums = {};
   for (int64_t group = 0; group < depth.num_groups; ++group) {
     const unsigned char* weights = p.panel(panel) + group * p.panels.group_bytes;
-    const unsigned char* scales = weights + p.panels.scales_at;
     __m256i left[panels][rows], right[panels][rows];
-#pragma GCC unroll 4
-    for (int i = 0; i < panels; ++i) {
-#pragma GCC unroll 6
-      for (int row = 0; row < rows; ++row) {
-        left[i][row] = right[i][row] = _mm256_set1_epi32(-8 * p.sums[(first + row) * depth.num_groups + group]);
-      }
-    }
+    start_group<rows, panels>(p, panel, row_group, group, 8, left, right);
     for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
       for (int64_t k = 0; k < depth.step_bytes; k += 32) {
         __m256i left_words[panels][rows], right_words[panels][rows];
@@ -196,20 +209,9 @@ __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel,
         }
       }
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < panels; ++i) {
-      const auto* of_panel = reinterpret_cast<const float*>(scales + i * p.panels.panel_bytes);
-      const Vec left_scale = load(of_panel), right_scale = load(of_panel + kLanes);
-#pragma GCC unroll 6
-      for (int row = 0; row < rows; ++row) {
-        const Vec scale = all(p.scales[(first + row) * depth.num_groups + group]);
-        float *to_left = sums.left[i] + row * kLanes, *to_right = sums.right[i] + row * kLanes;
-        store(to_left, fma(mul(scale, left_scale), to_float(left[i][row]), load(to_left)));
-        store(to_right, fma(mul(scale, right_scale), to_float(right[i][row]), load(to_right)));
-      }
-    }
+    add_group<rows, panels>(p, panel, row_group, group, left, right, sums);
   }
-  for (int i = 0; i < panels; ++i) finish(p, panel + i, first, rows, sums.left[i], sums.right[i]);
+  for (int i = 0; i < panels; ++i) finish(p, panel + i, p.first_row(row_group), rows, sums.left[i], sums.right[i]);
 }
 
 using RowsKernel = void (*)(const Product&, int64_t panel, int64_t row_group);
@@ -219,8 +221,8 @@ RowsKernel kernel_of(WeightKind kind) {
   switch (kind) {
     case WeightKind::bf16: return rows_float<WeightKind::bf16, rows, panels>;
     case WeightKind::f32: return rows_float<WeightKind::f32, rows, panels>;
-    case WeightKind::int8: return rows_int8<rows, panels>;
-    default: return rows_int4<rows, panels>;
+    case WeightKind::int4: return rows_int4<rows, panels>;
+    default: return rows_int8<rows, panels>;
   }
 }
 

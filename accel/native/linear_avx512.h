@@ -38,35 +38,10 @@ struct Sums {
   alignas(64) float right[rows * kLanes];
 };
 
-// Float sums of bf16, or integer ones of int8: its weights are stored as value + 128, so that 128 times the row's sum
-// is taken off.
-template <WeightKind kind, int rows>
-SAGE_INLINE void keep_sums(const Product& p, const unsigned char* weights, int64_t first, int64_t count,
-                           const __m512i (&left)[rows], const __m512i (&right)[rows], Sums<rows>& sums) {
-  Vec left_scale = zero(), right_scale = zero();
-  if constexpr (kind == WeightKind::int8) {
-    const auto* scales = reinterpret_cast<const float*>(weights + p.panels.scales_at);
-    left_scale = load(scales), right_scale = load(scales + kLanes);
-  }
-#pragma GCC unroll 8
-  for (int64_t row = 0; row < rows; ++row) {
-    Vec a = _mm512_castsi512_ps(left[row]), b = _mm512_castsi512_ps(right[row]);
-    if constexpr (kind == WeightKind::int8) {
-      const int64_t real = first + (row < count ? row : 0);
-      const Vec scale = all(p.scales[real]);
-      const __m512i excess = _mm512_set1_epi32(128 * p.sums[real]);
-      a = mul(mul(scale, left_scale), to_float(_mm512_sub_epi32(left[row], excess)));
-      b = mul(mul(scale, right_scale), to_float(_mm512_sub_epi32(right[row], excess)));
-    }
-    store(sums.left + row * kLanes, a);
-    store(sums.right + row * kLanes, b);
-  }
-}
-
-// bf16 and int8: one chain of dots per output, in the order of k. All loops over rows are unrolled, as the
-// accumulators stay in registers only where no array is left.
-template <WeightKind kind, int rows>
-__attribute__((noinline)) static void rows_dots(const Product& p, int64_t panel, int64_t row_group, const unsigned char* at,
+// bf16: one chain of dots per output, in the order of k. All loops over rows are unrolled, as the accumulators stay in
+// registers only where no array is left.
+template <int rows>
+__attribute__((noinline)) static void rows_bf16(const Product& p, int64_t panel, int64_t row_group, const unsigned char* at,
                                                 const unsigned char* end, int64_t lines_per_step) {
   Ahead ahead{at, end, lines_per_step};
   const unsigned char* weights = p.panel(panel);
@@ -81,62 +56,74 @@ __attribute__((noinline)) static void rows_dots(const Product& p, int64_t panel,
       const __m512i w0 = _mm512_load_si512(weights), w1 = _mm512_load_si512(weights + kHalfBytes);
 #pragma GCC unroll 8
       for (int row = 0; row < rows; ++row) {
-        dot<kind>(left[row], w0, activations + row * 64);
-        dot<kind>(right[row], w1, activations + row * 64);
+        dot<WeightKind::bf16>(left[row], w0, activations + row * 64);
+        dot<WeightKind::bf16>(right[row], w1, activations + row * 64);
       }
     }
   }
   Sums<rows> sums;
-  const int64_t first = p.first_row(row_group), count = p.num_rows(row_group);
-  keep_sums<kind, rows>(p, p.panel(panel), first, count, left, right, sums);
-  finish(p, panel, first, count, sums.left, sums.right);
+#pragma GCC unroll 8
+  for (int row = 0; row < rows; ++row) {
+    store(sums.left + row * kLanes, _mm512_castsi512_ps(left[row]));
+    store(sums.right + row * kLanes, _mm512_castsi512_ps(right[row]));
+  }
+  finish(p, panel, p.first_row(row_group), p.num_rows(row_group), sums.left, sums.right);
 }
 
-// Nibbles are value + 8: each group of a row starts at -8 times the group's sum.
-template <int rows>
-__attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel, int64_t row_group, const unsigned char* at,
-                                                const unsigned char* end, int64_t lines_per_step) {
+// Integers, which are stored as value + 8 or value + 128: each group of a row starts at what that makes too much.
+template <WeightKind kind, int rows>
+__attribute__((noinline)) static void rows_integers(const Product& p, int64_t panel, int64_t row_group, const unsigned char* at,
+                                                    const unsigned char* end, int64_t lines_per_step) {
+  constexpr int32_t excess = kind == WeightKind::int4 ? 8 : 128;
   Ahead ahead{at, end, lines_per_step};
   const Depth& depth = p.input.depth;
   const int64_t first = p.first_row(row_group), count = p.num_rows(row_group), height = p.input.height;
-  const __m512i low_bits = _mm512_set1_epi8(15);
   const unsigned char* activations = p.rows_at(row_group);
-  Sums<rows> sums;
-  for (int row = 0; row < rows; ++row) {
-    store(sums.left + row * kLanes, zero());
-    store(sums.right + row * kLanes, zero());
-  }
+  Sums<rows> sums = {};
   for (int64_t group = 0; group < depth.num_groups; ++group) {
     const unsigned char* weights = p.panel(panel) + group * p.panels.group_bytes;
-    const auto* scales = reinterpret_cast<const float*>(weights + p.panels.scales_at);
+    const GroupSet left_set(p.weight, p.panels, weights, 0), right_set(p.weight, p.panels, weights, 1);
+    const auto index = [&](int64_t row) { return (first + (row < count ? row : 0)) * depth.num_groups + group; };
     __m512i left[rows], right[rows];
+#pragma GCC unroll 8
     for (int row = 0; row < rows; ++row) {
-      const int32_t start = row < count ? -8 * p.sums[(first + row) * depth.num_groups + group] : 0;
-      left[row] = right[row] = _mm512_set1_epi32(start);
+      const int32_t sum = -p.sums[index(row)];
+      left[row] = left_set.surplus(excess, sum), right[row] = right_set.surplus(excess, sum);
     }
     for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += height * depth.step_bytes) {
       ahead.step();
-      for (int64_t k = 0; k < depth.step_bytes; k += 8, weights += kLineBytes) {
-        const __m512i w0 = _mm512_load_si512(weights), w1 = _mm512_load_si512(weights + kHalfBytes);
-        const __m512i low0 = _mm512_and_si512(w0, low_bits), low1 = _mm512_and_si512(w1, low_bits);
-        const __m512i high0 = _mm512_and_si512(_mm512_srli_epi16(w0, 4), low_bits);
-        const __m512i high1 = _mm512_and_si512(_mm512_srli_epi16(w1, 4), low_bits);
+      if constexpr (kind == WeightKind::int4) {
+        const __m512i low_bits = _mm512_set1_epi8(15);
+        for (int64_t k = 0; k < depth.step_bytes; k += 8, weights += kLineBytes) {
+          const __m512i w0 = _mm512_load_si512(weights), w1 = _mm512_load_si512(weights + kHalfBytes);
+          const __m512i low0 = _mm512_and_si512(w0, low_bits), low1 = _mm512_and_si512(w1, low_bits);
+          const __m512i high0 = _mm512_and_si512(_mm512_srli_epi16(w0, 4), low_bits);
+          const __m512i high1 = _mm512_and_si512(_mm512_srli_epi16(w1, 4), low_bits);
 #pragma GCC unroll 8
-        for (int row = 0; row < rows; ++row) {
-          const unsigned char* quad = activations + row * depth.step_bytes + k;
-          dot<WeightKind::int8>(left[row], low0, quad);
-          dot<WeightKind::int8>(right[row], low1, quad);
-          dot<WeightKind::int8>(left[row], high0, quad + 4);
-          dot<WeightKind::int8>(right[row], high1, quad + 4);
+          for (int row = 0; row < rows; ++row) {
+            const unsigned char* quad = activations + row * depth.step_bytes + k;
+            dot<kind>(left[row], low0, quad);
+            dot<kind>(right[row], low1, quad);
+            dot<kind>(left[row], high0, quad + 4);
+            dot<kind>(right[row], high1, quad + 4);
+          }
+        }
+      } else {
+        for (int64_t k = 0; k < depth.step_bytes; k += 4, weights += kLineBytes) {
+          const __m512i w0 = _mm512_load_si512(weights), w1 = _mm512_load_si512(weights + kHalfBytes);
+#pragma GCC unroll 8
+          for (int row = 0; row < rows; ++row) {
+            dot<kind>(left[row], w0, activations + row * depth.step_bytes + k);
+            dot<kind>(right[row], w1, activations + row * depth.step_bytes + k);
+          }
         }
       }
     }
-    const Vec left_scale = load(scales), right_scale = load(scales + kLanes);
+#pragma GCC unroll 8
     for (int row = 0; row < rows; ++row) {
-      const Vec scale = all(row < count ? p.scales[(first + row) * depth.num_groups + group] : 0.0f);
-      float *to_left = sums.left + row * kLanes, *to_right = sums.right + row * kLanes;
-      store(to_left, fma(mul(scale, left_scale), to_float(left[row]), load(to_left)));
-      store(to_right, fma(mul(scale, right_scale), to_float(right[row]), load(to_right)));
+      const float scale = p.scales[index(row)];
+      left_set.add_to(sums.left + row * kLanes, left[row], scale, p.sums[index(row)]);
+      right_set.add_to(sums.right + row * kLanes, right[row], scale, p.sums[index(row)]);
     }
   }
   finish(p, panel, first, count, sums.left, sums.right);
@@ -177,10 +164,10 @@ using RowsKernel = void (*)(const Product&, int64_t panel, int64_t row_group, co
 template <int rows>
 RowsKernel kernel_of(WeightKind kind) {
   switch (kind) {
-    case WeightKind::int4: return rows_int4<rows>;
+    case WeightKind::int4: return rows_integers<WeightKind::int4, rows>;
     case WeightKind::f32: return rows_f32<rows>;
-    case WeightKind::bf16: return rows_dots<WeightKind::bf16, rows>;
-    default: return rows_dots<WeightKind::int8, rows>;
+    case WeightKind::bf16: return rows_bf16<rows>;
+    default: return rows_integers<WeightKind::int8, rows>;
   }
 }
 

@@ -81,8 +81,7 @@ SAGE_EXPORT void sage_linear_pack(SagePacked* linear, int64_t begin, int64_t cou
   switch (w.kind) {
     case sage::WeightKind::bf16: return sage::pack_bf16(w, begin, count, static_cast<const uint16_t*>(rows), stride);
     case sage::WeightKind::f32: return sage::pack_f32(w, begin, count, static_cast<const float*>(rows), stride);
-    case sage::WeightKind::int8: return sage::pack_int8(w, begin, count, static_cast<const int8_t*>(rows), stride, scales);
-    case sage::WeightKind::int4: return sage::pack_int4(w, begin, count, static_cast<const int8_t*>(rows), stride, scales);
+    default: return sage::pack_integers(w, begin, count, static_cast<const int8_t*>(rows), stride, scales);
   }
 }
 

@@ -7,7 +7,8 @@
 //   tiles    [k bytes / 64][half][16 quads][lane][4 bytes]         bf16 and int8 with AMX
 //   nibbles  [k / 8][half][lane][4 bytes], a byte holds k and k + 4   int4
 //
-// int8 and int4 panels are a run of groups, each followed by its float32 scale per output; int8 has one group.
+// Panels of integers are a run of groups, each followed by a set of what each output has there: its scale, and a zero
+// and an offset if the weight has any; int8 has one group.
 // k is padded with zeros: to 64 bytes of activations, in int4 within each group.
 //
 // Activations are [row group][k bytes / step][row][step bytes], so that the rows of a tile lie at a constant
@@ -17,6 +18,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <tuple>
 
 #include "vectors.h"
 #include "linear.h"
@@ -42,11 +44,16 @@ constexpr int64_t kTileBytes = 1024;
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-inline bool is_quantized(WeightKind kind) { return kind == WeightKind::int8 || kind == WeightKind::int4; }
+inline bool is_quantized(WeightKind kind) {
+  return kind == WeightKind::int8 || kind == WeightKind::int4 || kind == WeightKind::int8_groups;
+}
+inline bool has_groups(WeightKind kind) { return kind == WeightKind::int4 || kind == WeightKind::int8_groups; }
 inline bool in_tiles(WeightKind kind) { return kHasTiles && (kind == WeightKind::bf16 || kind == WeightKind::int8); }
 
 // With AVX2 alone int8 weights meet words: of each four activations the first, third, second and fourth.
-inline bool takes_words(WeightKind kind) { return kind == WeightKind::int8 && !kHasTiles && !kHasDots; }
+inline bool takes_words(WeightKind kind) {
+  return (kind == WeightKind::int8 || kind == WeightKind::int8_groups) && !kHasDots;
+}
 
 // Bytes of one activation. Without bf16 dot products, bf16 weights meet float32 activations.
 inline int64_t activation_bytes(WeightKind kind) {
@@ -64,9 +71,9 @@ struct Depth {
     step_bytes = 64;
     step = step_bytes / activation_bytes(kind);
     group = round_up(k, step);
-    if (kind == WeightKind::int4 && group_size > 0 && group_size < k) {
+    if (has_groups(kind) && group_size > 0 && group_size < k) {
       group = group_size;
-      if (group % 64 != 0) step = step_bytes = 32;
+      if (group % step != 0) step = step_bytes = 32;
     }
     num_groups = ceil_div(k, group);
     steps_per_group = ceil_div(group, step);
@@ -103,20 +110,48 @@ struct PanelLayout {
   int64_t width;         // outputs of a panel in the product
   int64_t num_outputs;   // of the product
   int64_t num_panels;
-  int64_t group_bytes;   // weights and scales of one group
-  int64_t scales_at;     // within a group
+  int64_t group_bytes;   // weights of one group and its set
+  int64_t scales_at, zeros_at, offsets_at;  // within a group
   int64_t panel_bytes;
 
-  explicit PanelLayout(const Weight& w) : PanelLayout(w.kind, w.is_gated, w.n, w.k, w.group) {}
-  PanelLayout(WeightKind kind, bool is_gated, int64_t n, int64_t k, int64_t group) : depth(kind, k, group) {
+  explicit PanelLayout(const Weight& w) : PanelLayout(w, w.is_gated) {}
+  PanelLayout(const Weight& w, bool is_gated) : depth(w.kind, w.k, w.group) {
+    const auto [kind, coding, n] = std::tuple(w.kind, w.coding, w.n);
     width = is_gated ? kLanes : kPanel;
     num_outputs = is_gated ? n / 2 : n;
     num_panels = ceil_div(num_outputs, width);
     const int64_t padded = depth.steps_per_group * depth.step;
-    const int64_t bits = kind == WeightKind::f32 ? 32 : kind == WeightKind::bf16 ? 16 : kind == WeightKind::int8 ? 8 : 4;
+    const int64_t bits = kind == WeightKind::f32 ? 32 : kind == WeightKind::bf16 ? 16 : kind == WeightKind::int4 ? 4 : 8;
     scales_at = padded * kPanel * bits / 8;
-    group_bytes = scales_at + (is_quantized(kind) ? kPanel * 4 : 0);
+    zeros_at = scales_at + kPanel * (coding.has_half_scales ? 2 : 4);
+    offsets_at = zeros_at + (coding.has_zeros ? kPanel : 0);
+    const int64_t set_end = offsets_at + (coding.has_offsets ? kPanel * 4 : 0);
+    group_bytes = is_quantized(kind) ? round_up(set_end, kHalfBytes) : scales_at;
     panel_bytes = depth.num_groups * group_bytes;
+  }
+};
+
+// What the outputs of a half of a panel have for one group, as a kernel adds it to their sums.
+struct GroupSet {
+  Vec scale;
+  const int8_t* zeros;    // or null
+  const float* offsets;   // or null
+
+  GroupSet(const Weight& w, const PanelLayout& panels, const unsigned char* group, int64_t half) {
+    const unsigned char* scales = group + panels.scales_at;
+    scale = w.coding.has_half_scales ? load_f16(scales + half * kLanes * 2) : load(reinterpret_cast<const float*>(scales) + half * kLanes);
+    zeros = w.coding.has_zeros ? reinterpret_cast<const int8_t*>(group + panels.zeros_at) + half * kLanes : nullptr;
+    offsets = w.coding.has_offsets ? reinterpret_cast<const float*>(group + panels.offsets_at) + half * kLanes : nullptr;
+  }
+  // `sum` of a row's activations times (excess + zeros), which its product with unsigned numbers is too large by.
+  IntVec surplus(int32_t excess, int32_t sum) const {
+    return zeros == nullptr ? all_ints(excess * sum) : mul(add(all_ints(excess), load_bytes(zeros)), all_ints(sum));
+  }
+  // Adds a group's exact product of a row, whose activations have `row_scale`, to the floats at `sums`.
+  void add_to(float* sums, IntVec product, float row_scale, int32_t row_sum) const {
+    Vec result = fma(mul(all(row_scale), scale), to_float(product), load(sums));
+    if (offsets != nullptr) result = fma(all(-(row_scale * static_cast<float>(row_sum))), load(offsets), result);
+    store(sums, result);
   }
 };
 

@@ -18,8 +18,25 @@ struct Packer {
   unsigned char* group(Column c, int64_t index) const {
     return w.data + c.panel * panels.panel_bytes + index * panels.group_bytes;
   }
-  void put_scale(Column c, int64_t index, float scale) const {
-    std::memcpy(group(c, index) + panels.scales_at + c.lane * 4, &scale, 4);
+  // What an output has for one group: nothing for a lane without an output.
+  void put_set(Column c, int64_t index, const void* scale, const int8_t* zero, const float* offset) const {
+    constexpr char none[4] = {};
+    unsigned char* to = group(c, index);
+    const int64_t scale_bytes = w.coding.has_half_scales ? 2 : 4;
+    std::memcpy(to + panels.scales_at + c.lane * scale_bytes, scale != nullptr ? scale : none, static_cast<size_t>(scale_bytes));
+    if (w.coding.has_zeros) std::memcpy(to + panels.zeros_at + c.lane, zero != nullptr ? static_cast<const void*>(zero) : none, 1);
+    if (w.coding.has_offsets) {
+      std::memcpy(to + panels.offsets_at + c.lane * 4, offset != nullptr ? static_cast<const void*>(offset) : none, 4);
+    }
+  }
+  // What a number stands for in the group at `from`.
+  float value_of(Column c, const unsigned char* from, int32_t number) const {
+    const GroupSet set(w, panels, from, c.lane / kLanes);
+    const int64_t lane = c.lane % kLanes;
+    float scales[kLanes];
+    store(scales, set.scale);
+    const float value = static_cast<float>(number - (set.zeros != nullptr ? set.zeros[lane] : 0)) * scales[lane];
+    return set.offsets != nullptr ? value - set.offsets[lane] : value;
   }
   int64_t offset(int64_t k_byte, int64_t lane) const {
     return in_tiles(w.kind) ? tile_offset(k_byte, lane) : quad_offset(k_byte, lane);
@@ -60,32 +77,34 @@ struct Packer {
       put_plain(Column{first.panel, first.lane + lane}, rows + lane * stride, whole);
     }
   }
-  // Dot products of bytes take one unsigned operand: without tiles, AVX-512 weights are stored as value + 128.
-  void put_int8(Column c, const int8_t* row, float scale) const {
-    const uint32_t flip = kHasDots && !kHasTiles ? 0x80808080u : 0u;
-    put_plain(c, row);
-    if (flip != 0) {
-      unsigned char* to = group(c, 0);
-      for (int64_t k = 0; k < panels.depth.steps_per_group * panels.depth.step; k += 4) {
-        uint32_t quad;
-        std::memcpy(&quad, to + offset(k, c.lane), 4);
+  // The numbers of one output, or of none. Dot products of bytes take one unsigned operand: without tiles, AVX-512
+  // weights are stored as value + 128.
+  void put_integers(Column c, const int8_t* row) const {
+    const int64_t padded = panels.depth.steps_per_group * panels.depth.step;
+    const uint32_t flip = kHasDots && !in_tiles(w.kind) ? 0x80808080u : 0u;
+    for (int64_t index = 0; index < panels.depth.num_groups; ++index) {
+      unsigned char* to = group(c, index);
+      const int64_t begin = panels.depth.begin(index), size = row != nullptr ? panels.depth.size(index) : 0;
+      const auto number = [&](int64_t k) { return k < size ? row[begin + k] : int8_t{0}; };
+      const auto nibble = [&](int64_t k) { return (number(k) + 8) & 15; };
+      if (w.kind == WeightKind::int4) {
+        for (int64_t k = 0; k < padded; k += 8) {
+          unsigned char* quad = to + nibble_offset(k, c.lane);
+          for (int64_t i = 0; i < 4; ++i) quad[i] = static_cast<unsigned char>(nibble(k + i) | nibble(k + 4 + i) << 4);
+        }
+        continue;
+      }
+      for (int64_t k = 0; k < padded; k += 4) {
+        uint32_t quad = 0;
+        if (k + 4 <= size) {
+          std::memcpy(&quad, row + begin + k, 4);
+        } else {
+          const int8_t numbers[4] = {number(k), number(k + 1), number(k + 2), number(k + 3)};
+          std::memcpy(&quad, numbers, 4);
+        }
         quad ^= flip;
         std::memcpy(to + offset(k, c.lane), &quad, 4);
       }
-    }
-    put_scale(c, 0, scale);
-  }
-  void put_int4(Column c, const int8_t* row, const float* scales) const {
-    for (int64_t index = 0; index < panels.depth.num_groups; ++index) {
-      unsigned char* to = group(c, index);
-      const int64_t begin = panels.depth.begin(index), size = panels.depth.size(index);
-      const int64_t padded = panels.depth.steps_per_group * panels.depth.step;
-      auto nibble = [&](int64_t k) { return (row != nullptr && k < size ? row[begin + k] + 8 : 8) & 15; };
-      for (int64_t k = 0; k < padded; k += 8) {
-        unsigned char* quad = to + nibble_offset(k, c.lane);
-        for (int64_t i = 0; i < 4; ++i) quad[i] = static_cast<unsigned char>(nibble(k + i) | nibble(k + 4 + i) << 4);
-      }
-      put_scale(c, index, scales != nullptr ? scales[index] : 0.0f);
     }
   }
 };
@@ -126,18 +145,36 @@ void pack_plain(const Weight& w, int64_t begin, int64_t count, const Element* ro
   }
 }
 
-// Integers that are multiplied as such.
+// Integers that are multiplied as such. `numbers` are a byte each.
+void pack_integers(const Weight& w, int64_t begin, int64_t count, const int8_t* numbers, int64_t stride, const CodedRows& sets) {
+  const Packer packer(w);
+  const int64_t num_groups = packer.panels.depth.num_groups, scale_bytes = w.coding.has_half_scales ? 2 : 4;
+  const auto* scales = static_cast<const unsigned char*>(sets.scales);
+  each_output(w, packer.panels, begin, count, numbers, stride, [&](Column c, int64_t i, const int8_t* row) {
+    packer.put_integers(c, row);
+    for (int64_t index = 0; index < num_groups; ++index) {
+      const int64_t at = i * num_groups + index;
+      if (row == nullptr) {
+        packer.put_set(c, index, nullptr, nullptr, nullptr);
+      } else {
+        packer.put_set(c, index, scales + at * scale_bytes, sets.zeros != nullptr ? sets.zeros + at : nullptr,
+                       sets.offsets != nullptr ? sets.offsets + at : nullptr);
+      }
+    }
+  });
+}
+
+// The same of codes as they are stored.
 void pack_integers(const Weight& w, int64_t begin, int64_t count, const CodedRows& rows) {
-  const auto* scales = static_cast<const float*>(rows.scales);
-  if (w.kind == WeightKind::int8) {
-    return pack_int8(w, begin, count, reinterpret_cast<const int8_t*>(rows.codes), w.k, scales);
+  if (w.kind != WeightKind::int4) {
+    return pack_integers(w, begin, count, reinterpret_cast<const int8_t*>(rows.codes), w.k, rows);
   }
-  std::vector<int8_t> values(static_cast<size_t>(count * w.k));
+  std::vector<int8_t> numbers(static_cast<size_t>(count * w.k));
   for (int64_t i = 0; i < count * w.k; i += 2) {
-    values[static_cast<size_t>(i)] = static_cast<int8_t>((rows.codes[i / 2] & 15) - 8);
-    values[static_cast<size_t>(i + 1)] = static_cast<int8_t>((rows.codes[i / 2] >> 4) - 8);
+    numbers[static_cast<size_t>(i)] = static_cast<int8_t>((rows.codes[i / 2] & 15) - 8);
+    numbers[static_cast<size_t>(i + 1)] = static_cast<int8_t>((rows.codes[i / 2] >> 4) - 8);
   }
-  pack_int4(w, begin, count, values.data(), w.k, scales);
+  pack_integers(w, begin, count, numbers.data(), w.k, rows);
 }
 
 // Writes the codes of one output.
@@ -204,7 +241,7 @@ using linear::Packer;
 
 int64_t weight_bytes(const Weight& w) {
   // Halves of a gated weight end in panels of their own, so that one may need a panel more.
-  const linear::PanelLayout plain(w.kind, false, w.n, w.k, w.group), gated(w.kind, true, w.n, w.k, w.group);
+  const linear::PanelLayout plain(w, false), gated(w, true);
   const int64_t num_panels = plain.num_panels > gated.num_panels ? plain.num_panels : gated.num_panels;
   return num_panels * linear::stored_panel_bytes(w, plain);
 }
@@ -219,19 +256,8 @@ void pack_f32(const Weight& w, int64_t begin, int64_t count, const float* rows, 
   linear::pack_plain(w, begin, count, rows, stride);
 }
 
-void pack_int8(const Weight& w, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales) {
-  const Packer packer(w);
-  linear::each_output(w, packer.panels, begin, count, rows, stride, [&](Column c, int64_t i, const int8_t* row) {
-    packer.put_int8(c, row, row != nullptr ? scales[i] : 0.0f);
-  });
-}
-
-void pack_int4(const Weight& w, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales) {
-  const Packer packer(w);
-  const int64_t num_groups = packer.panels.depth.num_groups;
-  linear::each_output(w, packer.panels, begin, count, rows, stride, [&](Column c, int64_t i, const int8_t* row) {
-    packer.put_int4(c, row, row != nullptr ? scales + i * num_groups : nullptr);
-  });
+void pack_integers(const Weight& w, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales) {
+  linear::pack_integers(w, begin, count, rows, stride, {nullptr, scales, nullptr, nullptr});
 }
 
 int64_t coded_bits(const Weight& w) {
@@ -268,18 +294,23 @@ void unpack_row(const Weight& w, int64_t output, float* row) {
   for (int64_t k = 0; k < w.k; ++k) {
     const int64_t index = k / depth.group, inside = k % depth.group;
     const unsigned char* from = packer.group(c, index);
-    const float scale = linear::is_quantized(w.kind) ? linear::from_f32(from + packer.panels.scales_at + c.lane * 4) : 1.0f;
     if (w.kind == WeightKind::bf16) {
       row[k] = linear::from_bf16(from + packer.offset(2 * k, c.lane));
-    } else if (w.kind == WeightKind::f32) {
-      row[k] = linear::from_f32(from + packer.offset(4 * k, c.lane));
-    } else if (w.kind == WeightKind::int8) {
-      const unsigned char flip = linear::kHasDots && !linear::kHasTiles ? 0x80 : 0;
-      row[k] = scale * static_cast<float>(static_cast<int8_t>(from[packer.offset(k, c.lane)] ^ flip));
-    } else {
-      const unsigned char both = from[linear::nibble_offset(inside / 8 * 8 + inside % 4, c.lane)];
-      row[k] = scale * static_cast<float>((inside % 8 < 4 ? both & 15 : both >> 4) - 8);
+      continue;
     }
+    if (w.kind == WeightKind::f32) {
+      row[k] = linear::from_f32(from + packer.offset(4 * k, c.lane));
+      continue;
+    }
+    int32_t number;
+    if (w.kind == WeightKind::int4) {
+      const unsigned char both = from[linear::nibble_offset(inside / 8 * 8 + inside % 4, c.lane)];
+      number = (inside % 8 < 4 ? both & 15 : both >> 4) - 8;
+    } else {
+      const unsigned char flip = linear::kHasDots && !linear::in_tiles(w.kind) ? 0x80 : 0;
+      number = static_cast<int8_t>(from[packer.offset(inside, c.lane)] ^ flip);
+    }
+    row[k] = packer.value_of(c, from, number);
   }
 }
 

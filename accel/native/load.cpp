@@ -180,7 +180,7 @@ Finding quantize_rows(const Weight& weight, int64_t begin, int64_t count, Stored
       quantize_row(weight.kind, values, k, group, clip_ratio, search_scales, &codes[row * k], &scales[row * num_groups]);
       raise(worst, largest_error(values, k, group, &codes[row * k], &scales[row * num_groups]));
     }
-    (weight.kind == WeightKind::int4 ? pack_int4 : pack_int8)(weight, first, num_rows, codes.data(), k, scales.data());
+    pack_integers(weight, first, num_rows, codes.data(), k, scales.data());
   });
   *max_error = worst.load(std::memory_order_relaxed);
   return findings.worst();

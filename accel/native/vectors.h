@@ -47,6 +47,10 @@ inline IntVec load_ints(const int32_t* x) { return _mm512_loadu_si512(x); }
 inline int32_t sum(IntVec x) { return _mm512_reduce_add_epi32(x); }
 inline IntVec add(IntVec a, IntVec b) { return _mm512_add_epi32(a, b); }
 inline IntVec zero_ints() { return _mm512_setzero_si512(); }
+inline IntVec all_ints(int32_t x) { return _mm512_set1_epi32(x); }
+inline IntVec sub(IntVec a, IntVec b) { return _mm512_sub_epi32(a, b); }
+inline IntVec mul(IntVec a, IntVec b) { return _mm512_mullo_epi32(a, b); }
+inline IntVec load_bytes(const void* x) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(x))); }
 inline IntVec magnitude_bits(Vec x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)); }
 inline IntVec max(IntVec a, IntVec b) { return _mm512_max_epi32(a, b); }
 inline int32_t maximum(IntVec x) { return _mm512_reduce_max_epi32(x); }
@@ -80,9 +84,7 @@ inline Vec load_bf16(const void* x) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(x))), 16));
 }
 inline Vec load_f16(const void* x) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(x))); }
-inline Vec load_int8(const void* x) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(x))));
-}
+inline Vec load_int8(const void* x) { return to_float(load_bytes(x)); }
 
 using Mask = __mmask16;
 inline Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
@@ -156,6 +158,10 @@ inline IntVec to_int(Vec x) { return _mm256_cvtps_epi32(x); }
 inline IntVec load_ints(const int32_t* x) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)); }
 inline IntVec add(IntVec a, IntVec b) { return _mm256_add_epi32(a, b); }
 inline IntVec zero_ints() { return _mm256_setzero_si256(); }
+inline IntVec all_ints(int32_t x) { return _mm256_set1_epi32(x); }
+inline IntVec sub(IntVec a, IntVec b) { return _mm256_sub_epi32(a, b); }
+inline IntVec mul(IntVec a, IntVec b) { return _mm256_mullo_epi32(a, b); }
+inline IntVec load_bytes(const void* x) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(x))); }
 inline IntVec magnitude_bits(Vec x) { return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff)); }
 inline IntVec max(IntVec a, IntVec b) { return _mm256_max_epi32(a, b); }
 inline int32_t sum(IntVec x) {
@@ -205,9 +211,7 @@ inline Vec load_bf16(const void* x) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(x))), 16));
 }
 inline Vec load_f16(const void* x) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(x))); }
-inline Vec load_int8(const void* x) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(x))));
-}
+inline Vec load_int8(const void* x) { return to_float(load_bytes(x)); }
 
 using Mask = __m256;
 inline Mask less(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }

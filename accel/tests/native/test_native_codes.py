@@ -17,6 +17,7 @@ from sagellm.core.protocols.weight_form import CodedRows, CodeType, WeightForm
 
 Floats = NDArray[np.float32]
 KINDS = {"bf16": 0, "f32": 3}
+NUMBERS = {**KINDS, "int4": 2, "int8_groups": 4}
 
 
 def form(code: CodeType, group: int = 0, *, has_zeros: bool = False, has_offsets: bool = False) -> WeightForm:
@@ -103,8 +104,8 @@ def coded(
     n, k = len(rows.codes), rows.codes.shape[1] * 8 // form.code.bits
     handle = ctypes.c_void_p(
         functions.sage_linear_create_coded(
-            KINDS[kind], is_gated, ctypes.c_int64(n), ctypes.c_int64(k), ctypes.c_int64(form.group_size),
-            None, CODES[form.code], rows.scales.dtype == np.float16, form.has_zeros, form.has_offsets,
+            NUMBERS[kind], is_gated, ctypes.c_int64(n), ctypes.c_int64(k), ctypes.c_int64(form.group_size),
+            None, CODES[form.code] if kind in KINDS else 0, rows.scales.dtype == np.float16, form.has_zeros, form.has_offsets,
         )
     )  # fmt: skip
     for begin in range(0, n, piece):
@@ -202,3 +203,40 @@ def test_activations_are_rounded_as_torch_rounds_them(
     quotient = (groups / scales.clamp(min=1e-30)).clamp(-limit, limit)
     codes = quotient.round() if code is CodeType.INT8 else quotient.to(torch.float8_e4m3fn).float()
     assert np.array_equal(rounded, (codes * scales).view(5, 48).numpy())
+
+
+INTEGERS = [
+    ("int4", form(CodeType.INT4)),
+    ("int4", form(CodeType.INT4, 32, has_offsets=True)),
+    ("int4", form(CodeType.INT4, 128, has_zeros=True)),
+    ("int4", form(CodeType.INT4, 96, has_zeros=True, has_offsets=True)),
+    ("int8_groups", form(CodeType.INT8, 32)),
+    ("int8_groups", form(CodeType.INT8, has_zeros=True)),
+    ("int8_groups", form(CodeType.INT8, 64, has_zeros=True, has_offsets=True)),
+]
+
+
+def rounded(x: Floats, form: WeightForm) -> Floats:
+    """Round activations to 8 bits, with a scale for each group of the weight."""
+    groups = x.reshape(len(x), form.num_groups(x.shape[1]), -1)
+    largest = np.abs(groups).max(-1, keepdims=True)
+    codes = np.rint(groups * (np.float32(127) / largest))
+    return (codes * (largest / np.float32(127))).reshape(x.shape)
+
+
+@pytest.mark.parametrize("scales", [np.float16, np.float32])
+@pytest.mark.parametrize(("kind", "form"), INTEGERS, ids=str)
+def test_integers_are_multiplied_by_rounded_activations(
+    functions: Any, kind: str, form: WeightForm, scales: Any
+) -> None:
+    shape = (70, 384)
+    rows = random_rows(form, shape, scales)
+    weight, values = coded(functions, kind, form, rows), expand(rows, form)
+    np.testing.assert_array_equal(weight.unpacked(), values)
+    x = np.random.default_rng(0).standard_normal((70, shape[1]), np.float32)
+    expected = rounded(x, form).astype(np.float64) @ values.T.astype(np.float64)
+    together = weight.multiply(x)
+    np.testing.assert_allclose(together, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+    for num_rows in (1, 2, 3, 8, 17):
+        assert np.array_equal(weight.multiply(x[:num_rows], threads=2), together[:num_rows])
+    weight.free()

@@ -38,6 +38,7 @@ class WeightKind(IntEnum):
     INT8 = 1
     INT4 = 2
     F32 = 3
+    INT8_GROUPS = 4
 
 
 CODES = {
@@ -49,9 +50,6 @@ CODES = {
 }
 """How the library numbers what codes stand for."""
 
-_INT8_TOKENS = ActivationForm(code=CodeType.INT8)
-_INT4_BY_INT8 = WeightForm(code=CodeType.INT4, activations=_INT8_TOKENS)
-_INTEGER_PRODUCTS = (WeightForm(code=CodeType.INT8, activations=_INT8_TOKENS),)
 _CODED_MULTIPLE = 16
 _EXPANDED_AT_ONCE = 256
 
@@ -127,11 +125,12 @@ class Matrix:
         stored = self.stored
         if stored is None:
             return linear
-        if self.kind in _INTEGERS.values():
-            linear.has_one_scale = self.kind is WeightKind.INT4
-            return linear
-        linear.code, linear.has_half_scales = CODES[stored.code], self.has_half_scales
+        linear.has_half_scales = self.has_half_scales
         linear.has_zeros, linear.has_offsets = stored.has_zeros, stored.has_offsets
+        if self.kind not in _KINDS.values():
+            linear.has_one_scale = stored.activations is not None and not stored.activations.group_size
+            return linear
+        linear.code = CODES[stored.code]
         if stored.activations is not None:
             linear.input_code = CODES[stored.activations.code]
             linear.input_group = stored.activations.group_size
@@ -384,14 +383,28 @@ def _stored_matrix(
             f"{name} has {num_inputs} inputs in groups of {form.group_size or num_inputs}; it takes "
             f"multiples of {_CODED_MULTIPLE}"
         )
-    if form in _INTEGER_PRODUCTS or (
-        form.group_size and replace(form, group_size=0) == _INT4_BY_INT8 and form.group_size % 32 == 0
-    ):
-        return Matrix(linear=linear, kind=_INTEGERS[form.code.bits], stored=form, is_gated=is_gated)
-    has_half_scales = all(
+    multiplied = _integers_of(form) or kind
+    has_half_scales = multiplied is not WeightKind.INT8 and all(
         weights.coded_rows(part.weight, slice(0, 1)).scales.dtype == np.float16 for part in linear.parts
     )
-    return Matrix(linear=linear, kind=kind, stored=form, is_gated=is_gated, has_half_scales=has_half_scales)
+    return Matrix(
+        linear=linear, kind=multiplied, stored=form, is_gated=is_gated, has_half_scales=has_half_scales
+    )
+
+
+def _integers_of(form: WeightForm) -> WeightKind | None:
+    """Return the kind that multiplies the codes themselves, if activations are integers too."""
+    activations = form.activations
+    if activations is None or activations.code is not CodeType.INT8 or activations.scale is not None:
+        return None
+    if activations.group_size not in (0, form.group_size) or form.group_size % 32:
+        return None
+    if form.code is CodeType.INT4:
+        return WeightKind.INT4
+    if form.code is not CodeType.INT8:
+        return None
+    is_plain = not (form.group_size or form.has_zeros or form.has_offsets)
+    return WeightKind.INT8 if is_plain else WeightKind.INT8_GROUPS
 
 
 def _packed_bytes(part: LinearPart, form: IntegerForm) -> int:
