@@ -27,7 +27,7 @@ struct Weight {
   WeightKind kind;
   bool is_gated;
   int64_t n, k;
-  int64_t group;         // inputs per scale (int4, int8_groups, codes); 0: all
+  int64_t group;         // inputs per scale (a multiple of 32 in int4, of 16 in int8_groups and codes); 0: all
   unsigned char* data;   // 64-byte aligned, weight_bytes() long; scales and sums lie inside where a kernel wants them
   const float* bias;     // (n) or null
   Coding coding = {};

@@ -139,14 +139,14 @@ __attribute__((noinline)) static void rows_int8(const Product& p, int64_t panel,
     __m256i left[panels][rows], right[panels][rows];
     start_group<rows, panels>(p, panel, row_group, group, 0, left, right);
     for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
-      for (int64_t at = 0; at < 64; at += 8, weights += kLineBytes) {
+      for (int64_t at = 0; at < depth.step_bytes; at += 8, weights += kLineBytes) {
 #pragma GCC unroll 4
         for (int i = 0; i < panels; ++i) {
           const unsigned char* line = weights + i * p.panels.panel_bytes;
           for_halves<WeightKind::int8>(line, [&](const Vectors& w, int64_t half) __attribute__((always_inline)) {
 #pragma GCC unroll 6
             for (int row = 0; row < rows; ++row) {
-              const __m256i x = same_quads(activations + row * 64 + at + half * 4);
+              const __m256i x = same_quads(activations + row * depth.step_bytes + at + half * 4);
               add_pairs(left[i][row], w.left, x);
               add_pairs(right[i][row], w.right, x);
             }

@@ -210,7 +210,9 @@ INTEGERS = [
     ("int4", form(CodeType.INT4, 32, has_offsets=True)),
     ("int4", form(CodeType.INT4, 128, has_zeros=True)),
     ("int4", form(CodeType.INT4, 96, has_zeros=True, has_offsets=True)),
+    ("int8_groups", form(CodeType.INT8, 16, has_offsets=True)),
     ("int8_groups", form(CodeType.INT8, 32)),
+    ("int8_groups", form(CodeType.INT8, 48)),
     ("int8_groups", form(CodeType.INT8, has_zeros=True)),
     ("int8_groups", form(CodeType.INT8, 64, has_zeros=True, has_offsets=True)),
 ]

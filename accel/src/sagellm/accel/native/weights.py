@@ -397,11 +397,11 @@ def _integers_of(form: WeightForm) -> WeightKind | None:
     activations = form.activations
     if activations is None or activations.code is not CodeType.INT8 or activations.scale is not None:
         return None
-    if activations.group_size not in (0, form.group_size) or form.group_size % 32:
+    if activations.group_size not in (0, form.group_size):
         return None
-    if form.code is CodeType.INT4:
+    if form.code is CodeType.INT4 and form.group_size % 32 == 0:
         return WeightKind.INT4
-    if form.code is not CodeType.INT8:
+    if form.code is not CodeType.INT8 or form.group_size % 16:
         return None
     is_plain = not (form.group_size or form.has_zeros or form.has_offsets)
     return WeightKind.INT8 if is_plain else WeightKind.INT8_GROUPS

@@ -24,6 +24,9 @@ class EngineSettings(TypedDict, total=False):
     """where the model runs: auto, cpu, cuda or cuda:N"""
     quantization: str | Mapping[str, Any] | ProviderSpec | None
     """quantizer that the weights go through at loading"""
+    activations: Literal["int8"] | None
+    """int8: activations are rounded to 8 bits where weights are stored as integers, which is faster on CPUs;
+    null: as the checkpoint says"""
     sparsity: str | Mapping[str, Any] | ProviderSpec | None
     """sparsifier that prunes the layers' weights at loading, or a pattern such as 2:4"""
     packed_cache: str | None

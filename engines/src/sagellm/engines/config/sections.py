@@ -175,6 +175,11 @@ class ModelConfig(Checked):
     quantization: OneProvider | None = provider(
         "quantizer", None, "quantizer that the weights go through at loading"
     )
+    activations: Literal["int8"] | None = Field(
+        default=None,
+        description="int8: activations are rounded to 8 bits where weights are stored as integers, which is "
+        "faster on CPUs; null: as the checkpoint says",
+    )
     sparsity: Sparsity | None = provider(
         "sparsifier", None, "sparsifier that prunes the layers' weights at loading, or a pattern such as 2:4"
     )

@@ -14,6 +14,7 @@ FLAT_NAMES: dict[str, str] = {
     "dtype": "model.dtype",
     "device": "model.device",
     "quantization": "model.quantization",
+    "activations": "model.activations",
     "sparsity": "model.sparsity",
     "packed_cache": "model.packed_cache",
     "max_model_len": "model.max_model_len",

@@ -22,6 +22,8 @@ def fingerprint_of(files: Iterable[Path], settings: ModelConfig) -> str:
     parts = [settings.dtype, _text(settings.quantization)]
     if settings.sparsity is not None:  # without it, what was saved before there was such a setting is found
         parts.append(_text(settings.sparsity))
+    if settings.activations is not None:
+        parts.append(f"activations {settings.activations}")
     for part in parts:
         digest.update(f"{len(part)}:{part}".encode())
     for file in sorted(files):

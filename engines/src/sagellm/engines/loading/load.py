@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from sagellm.core import (
     PluginRegistry,
     Shard,
     TensorSpec,
+    UnsupportedModelError,
     WeightSource,
 )
 from sagellm.engines.loading.checkpoint import CONFIG, SafetensorsFormat, check_tensors
@@ -32,6 +33,7 @@ from sagellm.engines.loading.format_and_family import (
 from sagellm.engines.loading.generation_defaults import GenerationDefaults
 from sagellm.engines.loading.quantized.settings import SETTINGS_FILES
 from sagellm.engines.loading.source import resolve_source, resolve_tokenizer
+from sagellm.engines.loading.stored_forms import stored_forms, with_int8_activations
 from sagellm.engines.loading.tokenizer import check_tokenizer, open_tokenizer
 from sagellm.engines.progress import Advance, progress_bar
 
@@ -53,6 +55,7 @@ class OpenedModel:
     dtype_name: str  # as configurations write it
     tokenizer: Tokenizer | None
     generation: GenerationDefaults
+    activations: str | None = None  # as `model.activations`
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,10 +72,13 @@ class OpenedModel:
 
     @contextmanager
     def reading(self) -> Iterator[WeightSource]:
-        """Yield the weights, with a progress bar on a terminal."""
+        """Yield the weights in the forms that are computed with, with a progress bar on a terminal."""
         total = sum(tensor.num_bytes for tensor in self.weights.tensors.values())
         with progress_bar("loading weights", total=total, unit="bytes") as advance:
-            yield _CountedWeights(self.weights, advance)
+            weights = _CountedWeights(self.weights, advance)
+            if self.activations is not None:
+                weights.tensors = with_int8_activations(weights.tensors)
+            yield weights
 
 
 class _CountedWeights(WeightSource):
@@ -121,13 +127,23 @@ def open_model(settings: ModelConfig, registry: PluginRegistry) -> OpenedModel:
 
     Raises CheckpointError or UnsupportedModelError with the reason.
     """
-    return open_checkpoint(
+    opened = open_checkpoint(
         resolve_source(settings.name, revision=settings.revision),
         installed_families(registry),
         installed_formats(registry),
         dtype=settings.dtype,
         tokenizer_path=resolve_tokenizer(settings),
     )
+    if settings.activations is None:
+        return opened
+    tensors = opened.weights.tensors
+    if with_int8_activations(tensors) == tensors:
+        raise UnsupportedModelError(
+            f"{opened.path}: model.activations rounds what is multiplied by weights stored as integers with "
+            f"plain activations, and there are none here (it has {', '.join(stored_forms(opened.weights))}); "
+            "leave it out"
+        )
+    return replace(opened, activations=settings.activations)
 
 
 def open_checkpoint(

@@ -1,11 +1,15 @@
-"""In which formats the weights of a checkpoint are stored, in words."""
+"""In which formats the weights of a checkpoint are stored: in words, and with activations rounded too."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 
 from sagellm.core import StoredTensor, WeightSource
-from sagellm.core.protocols.weight_form import ActivationForm
+from sagellm.core.protocols.weight_form import ActivationForm, CodeType, WeightForm
+
+_GROUP_MULTIPLES = {CodeType.INT4: 32, CodeType.INT8: 16}  # of groups that integer products take
 
 
 def stored_forms(weights: WeightSource) -> list[str]:
@@ -35,3 +39,21 @@ def _activations(form: ActivationForm) -> str:
     return f"activations in {form.code.upper()} by " + (
         f"{form.group_size} inputs" if form.group_size else "token"
     )
+
+
+def with_int8_activations(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors, where integers with plain activations are to be multiplied by int8 ones.
+
+    Activations have a scale for each of the weight's groups, or for a token where there are none or columns
+    are in another order. Weights in smaller groups than those of 32 inputs (int8: 16) stay as they are.
+    """
+    return {name: replace(stored, form=_rounded(stored.form)) for name, stored in tensors.items()}
+
+
+def _rounded(form: WeightForm | None) -> WeightForm | None:
+    if form is None or form.activations is not None or form.code not in _GROUP_MULTIPLES:
+        return form
+    if form.group_size % _GROUP_MULTIPLES[form.code]:
+        return form
+    group_size = 0 if form.has_order else form.group_size
+    return replace(form, activations=ActivationForm(code=CodeType.INT8, group_size=group_size))

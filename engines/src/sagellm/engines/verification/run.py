@@ -36,10 +36,10 @@ class Answers:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the engine prunes weights, or rounds them or KV to a format that the reference lacks."""
+        """Whether the engine prunes weights, or rounds them, KV or activations as the reference does not."""
         model = self.config.model
-        changes_weights = model.quantization is not None or model.sparsity is not None
-        return changes_weights or self.config.kv.dtype != model.dtype
+        settings = (model.quantization, model.activations, model.sparsity)
+        return any(each is not None for each in settings) or self.config.kv.dtype != model.dtype
 
 
 def take_answers(engine: LLMEngine, prompts: Sequence[AskedPrompt], *, max_tokens: int) -> Answers:
