@@ -90,6 +90,32 @@ def test_answers_are_those_of_the_dequantized_checkpoint(copies, make_engine, la
             assert got.logprobs == expected.logprobs
 
 
+@pytest.mark.parametrize("layout", ["awq", "gptq-int4", "gptq-int4-order", "gptq-int8", "compressed-int8-plain"])
+def test_int8_activations_are_those_of_the_reference(copies, make_engine, layout):
+    if examine().variant is None:
+        pytest.skip("no native library")
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0, ignore_eos=True)
+    results = []
+    for settings in (("native", "int8"), ("torch", "int8"), ("torch", None)):
+        backend, activations = settings
+        path = str(copies(layout)[0])
+        engine = make_engine(model=path, forward_backend=backend, activations=activations, dtype="float32")
+        results.append([output.outputs[0] for output in engine.generate(PROMPTS, params)])
+        engine.close()
+    for native, reference, plain in zip(*results, strict=True):
+        assert native.token_ids == reference.token_ids
+        error = abs(native.cumulative_logprob - reference.cumulative_logprob)
+        assert error < 2e-3
+        if plain.token_ids == native.token_ids:
+            assert error < abs(native.cumulative_logprob - plain.cumulative_logprob) / 2
+
+
+def test_int8_activations_need_weights_stored_as_integers(copies, make_engine):
+    for path in (copies("awq")[1], copies("mxfp4")[0]):
+        with pytest.raises(UnsupportedModelError, match=r"and there are none here \(it has \d+ in .*leave it out"):
+            make_engine(model=str(path), activations="int8")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_halves_put_together_are_the_weight(copies, layout, axis):

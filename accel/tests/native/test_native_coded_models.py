@@ -143,10 +143,11 @@ def rounded(x: np.ndarray[Any, Any], form: ActivationForm) -> np.ndarray[Any, An
     """Round activations (rows, in) as a form says."""
     limit = 127.0 if form.code is CodeType.INT8 else 448.0
     rows = torch.from_numpy(x.astype(np.float32))
+    rows = rows.view(len(x), -1, form.group_size or x.shape[1])
     scale = rows.abs().amax(-1, keepdim=True) / limit if form.scale is None else torch.tensor(form.scale)
     codes = (rows / scale).clamp(-limit, limit)
     codes = codes.round() if form.code is CodeType.INT8 else codes.to(torch.float8_e4m3fn).float()
-    return (codes * scale).double().numpy()
+    return (codes * scale).double().view(x.shape).numpy()
 
 
 @pytest.mark.parametrize(
@@ -156,6 +157,7 @@ def rounded(x: np.ndarray[Any, Any], form: ActivationForm) -> np.ndarray[Any, An
         replace(INT8, activations=replace(INT8_TOKENS, scale=0.05)),
         replace(WeightForm(code=CodeType.INT4, group_size=32), activations=INT8_TOKENS),
         replace(ZEROS, activations=INT8_TOKENS),
+        replace(OFFSETS, activations=replace(INT8_TOKENS, group_size=16)),
         replace(FP8, activations=FP8_TOKENS),
     ],
     ids=str,
