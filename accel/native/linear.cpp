@@ -47,6 +47,8 @@ void multiply_codes(const Product& p, const Part& part) {
   const Expander expander(p.weight);
 #if defined(__AMX_TILE__)
   if (takes_tiles(p) && p.input.num_row_groups == 1) return multiply_tiles(p, part, &expander);
+#elif defined(__AVX512BF16__)
+  if (p.weight.kind == WeightKind::bf16 && p.input.rows <= kRowsOfCodes) return multiply_codes_in_registers(p, part);
 #endif
   static thread_local Scratch scratch;
   unsigned char* memory = scratch.get(expander.num_blocks() * expander.block_bytes());

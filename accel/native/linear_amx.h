@@ -308,7 +308,7 @@ void add_group(const Product& p, const unsigned char* tiles, const unsigned char
     tile_step<WeightKind::int4, two>(rows, tiles + step * 32 * depth.step_bytes, depth.step_bytes);
   }
   store_sums<two>(exact);
-  const GroupSet sets[2] = {{p.weight, p.panels, nibbles, 0}, {p.weight, p.panels, nibbles, 1}};
+  const GroupSet<> sets[2] = {{p.weight, p.panels, nibbles, 0}, {p.weight, p.panels, nibbles, 1}};
   const int64_t first = p.first_row(row_group), count = p.num_rows(row_group);
   for (int64_t row = 0; row < count; ++row) {
     const int64_t index = (first + row) * depth.num_groups + group;

@@ -103,7 +103,7 @@ SAGE_INLINE void add_group(const Product& p, int64_t panel, int64_t row_group, i
 #pragma GCC unroll 4
   for (int i = 0; i < panels; ++i) {
     const unsigned char* weights = p.panel(panel + i) + group * p.panels.group_bytes;
-    const GroupSet left_set(p.weight, p.panels, weights, 0), right_set(p.weight, p.panels, weights, 1);
+    const GroupSet<> left_set(p.weight, p.panels, weights, 0), right_set(p.weight, p.panels, weights, 1);
 #pragma GCC unroll 6
     for (int row = 0; row < rows; ++row) {
       const int64_t index = (p.first_row(row_group) + row) * p.input.depth.num_groups + group;
@@ -120,7 +120,7 @@ SAGE_INLINE void start_group(const Product& p, int64_t panel, int64_t row_group,
 #pragma GCC unroll 4
   for (int i = 0; i < panels; ++i) {
     const unsigned char* weights = p.panel(panel + i) + group * p.panels.group_bytes;
-    const GroupSet left_set(p.weight, p.panels, weights, 0), right_set(p.weight, p.panels, weights, 1);
+    const GroupSet<> left_set(p.weight, p.panels, weights, 0), right_set(p.weight, p.panels, weights, 1);
 #pragma GCC unroll 6
     for (int row = 0; row < rows; ++row) {
       const int32_t sum = -p.sums[(p.first_row(row_group) + row) * p.input.depth.num_groups + group];

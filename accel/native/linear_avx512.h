@@ -2,6 +2,7 @@
 //
 // The dot products are inline assembly: with the intrinsics g++ 12 spills the accumulators, at half the speed.
 #pragma once
+#include "linear_codes.h"
 #include "linear_epilogue.h"
 
 namespace sage::linear {
@@ -70,8 +71,61 @@ __attribute__((noinline)) static void rows_bf16(const Product& p, int64_t panel,
   finish(p, panel, p.first_row(row_group), p.num_rows(row_group), sums.left, sums.right);
 }
 
+// Weights that are codes, expanded to bf16 in registers: the chains of `rows_bf16`, and so its bits.
+template <Code code, bool is_shifted, int rows>
+static void rows_codes(const Product& p, int64_t panel) {
+  const CodedLayout layout(p.weight);
+  const unsigned char* at = p.weight.data + panel * layout.panel_bytes;
+  const unsigned char* activations = p.rows_at(0);
+  __m512i left[rows], right[rows];
+#pragma GCC unroll 8
+  for (int row = 0; row < rows; ++row) left[row] = right[row] = _mm512_setzero_si512();
+  for (int64_t block = 0; block < layout.num_blocks; ++block, activations += p.input.height * 64) {
+    const unsigned char* codes = at + layout.codes_at(block);
+    const unsigned char* sets = at + layout.set_at(block / layout.unit_blocks, 0);
+    const auto add_half = [&](__m512i (&sums)[rows], int64_t half) __attribute__((always_inline)) {
+      Set set = set_of<code, is_shifted>(p.weight, layout, sets, half);
+      for (int64_t part = 0; part < 2; ++part) {
+        if (part == 1 && layout.sets_per_unit == 2) {
+          set = set_of<code, is_shifted>(p.weight, layout, sets + layout.set_bytes, half);
+        }
+        for_pairs<code, is_shifted>(codes, set, part, half, [&](const Pair& x, int64_t pair) __attribute__((always_inline)) {
+          const __m512i weights = as_bf16(x);
+#pragma GCC unroll 8
+          for (int row = 0; row < rows; ++row) dot<WeightKind::bf16>(sums[row], weights, activations + row * 64 + pair * 4);
+        });
+      }
+    };
+    add_half(left, 0);
+    add_half(right, 1);
+  }
+  Sums<rows> sums;
+#pragma GCC unroll 8
+  for (int row = 0; row < rows; ++row) {
+    store(sums.left + row * kLanes, _mm512_castsi512_ps(left[row]));
+    store(sums.right + row * kLanes, _mm512_castsi512_ps(right[row]));
+  }
+  finish(p, panel, 0, p.input.rows, sums.left, sums.right);
+}
+
+// Rows that products with codes are expanded in registers for.
+constexpr int64_t kRowsOfCodes = 4;
+
+inline void multiply_codes_in_registers(const Product& p, const Part& part) {
+  using Kernel = void (*)(const Product&, int64_t);
+  const auto kernel = of_coding<Kernel>(p.weight, [&](auto code, auto is_shifted) -> Kernel {
+    switch (p.input.rows) {
+      case 1: return rows_codes<code(), is_shifted(), 1>;
+      case 2: return rows_codes<code(), is_shifted(), 2>;
+      case 3: return rows_codes<code(), is_shifted(), 3>;
+      default: return rows_codes<code(), is_shifted(), 4>;
+    }
+  });
+  for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) kernel(p, panel);
+}
+
 // Integers, which are stored as value + 8 or value + 128: each group of a row starts at what that makes too much.
-template <WeightKind kind, int rows>
+template <WeightKind kind, bool is_shifted, int rows>
 __attribute__((noinline)) static void rows_integers(const Product& p, int64_t panel, int64_t row_group, const unsigned char* at,
                                                     const unsigned char* end, int64_t lines_per_step) {
   constexpr int32_t excess = kind == WeightKind::int4 ? 8 : 128;
@@ -82,7 +136,7 @@ __attribute__((noinline)) static void rows_integers(const Product& p, int64_t pa
   Sums<rows> sums = {};
   for (int64_t group = 0; group < depth.num_groups; ++group) {
     const unsigned char* weights = p.panel(panel) + group * p.panels.group_bytes;
-    const GroupSet left_set(p.weight, p.panels, weights, 0), right_set(p.weight, p.panels, weights, 1);
+    const GroupSet<is_shifted> left_set(p.weight, p.panels, weights, 0), right_set(p.weight, p.panels, weights, 1);
     const auto index = [&](int64_t row) { return (first + (row < count ? row : 0)) * depth.num_groups + group; };
     __m512i left[rows], right[rows];
 #pragma GCC unroll 8
@@ -109,12 +163,14 @@ __attribute__((noinline)) static void rows_integers(const Product& p, int64_t pa
           }
         }
       } else {
-        for (int64_t k = 0; k < depth.step_bytes; k += 4, weights += kLineBytes) {
+        const int64_t step_bytes = kind == WeightKind::int8 ? 64 : depth.step_bytes;
+        const unsigned char* quad = activations;
+        for (int64_t k = 0; k < step_bytes; k += 4, quad += 4, weights += kLineBytes) {
           const __m512i w0 = _mm512_load_si512(weights), w1 = _mm512_load_si512(weights + kHalfBytes);
 #pragma GCC unroll 8
           for (int row = 0; row < rows; ++row) {
-            dot<kind>(left[row], w0, activations + row * depth.step_bytes + k);
-            dot<kind>(right[row], w1, activations + row * depth.step_bytes + k);
+            dot<kind>(left[row], w0, quad + row * step_bytes);
+            dot<kind>(right[row], w1, quad + row * step_bytes);
           }
         }
       }
@@ -162,25 +218,28 @@ using RowsKernel = void (*)(const Product&, int64_t panel, int64_t row_group, co
                             const unsigned char* end, int64_t lines_per_step);
 
 template <int rows>
-RowsKernel kernel_of(WeightKind kind) {
-  switch (kind) {
-    case WeightKind::int4: return rows_integers<WeightKind::int4, rows>;
+RowsKernel kernel_of(const Weight& w) {
+  const bool is_shifted = w.coding.has_zeros || w.coding.has_offsets;
+  constexpr auto int4 = WeightKind::int4, groups = WeightKind::int8_groups;
+  switch (w.kind) {
+    case WeightKind::int4: return is_shifted ? rows_integers<int4, true, rows> : rows_integers<int4, false, rows>;
+    case WeightKind::int8_groups: return is_shifted ? rows_integers<groups, true, rows> : rows_integers<groups, false, rows>;
     case WeightKind::f32: return rows_f32<rows>;
     case WeightKind::bf16: return rows_bf16<rows>;
-    default: return rows_integers<WeightKind::int8, rows>;
+    default: return rows_integers<WeightKind::int8, false, rows>;
   }
 }
 
-inline RowsKernel rows_kernel(WeightKind kind, int64_t rows) {
+inline RowsKernel rows_kernel(const Weight& w, int64_t rows) {
   switch (rows) {
-    case 1: return kernel_of<1>(kind);
-    case 2: return kernel_of<2>(kind);
-    case 3: return kernel_of<3>(kind);
-    case 4: return kernel_of<4>(kind);
-    case 5: return kernel_of<5>(kind);
-    case 6: return kernel_of<6>(kind);
-    case 7: return kernel_of<7>(kind);
-    default: return kernel_of<8>(kind);
+    case 1: return kernel_of<1>(w);
+    case 2: return kernel_of<2>(w);
+    case 3: return kernel_of<3>(w);
+    case 4: return kernel_of<4>(w);
+    case 5: return kernel_of<5>(w);
+    case 6: return kernel_of<6>(w);
+    case 7: return kernel_of<7>(w);
+    default: return kernel_of<8>(w);
   }
 }
 
@@ -188,7 +247,7 @@ inline RowsKernel rows_kernel(WeightKind kind, int64_t rows) {
 constexpr int64_t kRowsWithoutPrefetch = kHasTiles ? 0 : 4;
 
 inline void multiply_rows(const Product& p, const Part& part) {
-  const RowsKernel kernel = rows_kernel(p.weight.kind, p.input.height);
+  const RowsKernel kernel = rows_kernel(p.weight, p.input.height);
   const int64_t steps = p.input.depth.num_steps() * (part.group_end - part.group_begin);
   for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
     Ahead ahead{nullptr, nullptr, 0};

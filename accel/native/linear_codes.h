@@ -9,6 +9,8 @@
 //
 // so that shifting whole words, or widening whole bytes, gives two vectors in the order in which pairs of bf16 lie.
 #pragma once
+#include <type_traits>
+
 #include "linear_layout.h"
 
 namespace sage::linear {
@@ -87,9 +89,9 @@ inline Pair numbers_of_bytes(const unsigned char* codes) {
     return half_floats(_mm512_and_si512(words, _mm512_set1_epi16(static_cast<int16_t>(0xBF80))));
   }
 }
-inline void put_bf16(unsigned char* out, const Pair& x) {
+inline __m512i as_bf16(const Pair& x) {
 #if defined(__AVX512BF16__)
-  _mm512_store_si512(out, (__m512i)_mm512_cvtne2ps_pbh(x.high, x.low));
+  return (__m512i)_mm512_cvtne2ps_pbh(x.high, x.low);
 #else
 #error "AVX-512 without BF16 has no variant"
 #endif
@@ -134,9 +136,9 @@ inline __m256i rounded_words(Vec x) {  // in the low halves
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
 }
-inline void put_bf16(unsigned char* out, const Pair& x) {
+inline __m256i as_bf16(const Pair& x) {
   const __m256i mixed = _mm256_packus_epi32(rounded_words(x.low), rounded_words(x.high));
-  _mm256_store_si256(reinterpret_cast<__m256i*>(out), _mm256_permute4x64_epi64(mixed, _MM_SHUFFLE(3, 1, 2, 0)));
+  return _mm256_permute4x64_epi64(mixed, _MM_SHUFFLE(3, 1, 2, 0));
 }
 inline Pair by_input(const Pair& x) {
   const auto in_order = [](Vec mixed) {
@@ -170,17 +172,23 @@ inline Set set_of(const Weight& w, const CodedLayout& layout, const unsigned cha
   return s;
 }
 
-template <WeightKind kind, bool is_shifted>
-inline void put_pair(Pair x, const Set& s, unsigned char* out, int64_t pair, int64_t half) {
+// Numbers as the values that they stand for.
+template <bool is_shifted>
+inline Pair values_of(Pair x, const Set& s) {
   if constexpr (is_shifted) {
     Vec low = mul(sub(x.low, s.zero.low), s.scale.low), high = mul(sub(x.high, s.zero.high), s.scale.high);
     asm("" : "+v"(low), "+v"(high));  // products are rounded: no fused operations with what comes
-    x = {sub(low, s.offset.low), sub(high, s.offset.high)};
+    return {sub(low, s.offset.low), sub(high, s.offset.high)};
   } else {
-    x = {mul(x.low, s.scale.low), mul(x.high, s.scale.high)};
+    return {mul(x.low, s.scale.low), mul(x.high, s.scale.high)};
   }
+}
+
+template <WeightKind kind>
+inline void put_pair(const Pair& x, unsigned char* out, int64_t pair, int64_t half) {
   if constexpr (kind == WeightKind::bf16) {
-    put_bf16(out + (kHasTiles ? half * kTileBytes + pair * 64 : pair * kLineBytes + half * kHalfBytes), x);
+    unsigned char* to = out + (kHasTiles ? half * kTileBytes + pair * 64 : pair * kLineBytes + half * kHalfBytes);
+    *reinterpret_cast<Words*>(to) = as_bf16(x);
   } else {
     const Pair inputs = by_input(x);
     float* line = reinterpret_cast<float*>(out + 2 * pair * kLineBytes + half * kHalfBytes);
@@ -191,6 +199,27 @@ inline void put_pair(Pair x, const Set& s, unsigned char* out, int64_t pair, int
 
 // How far the stream of codes is fetched ahead.
 constexpr int64_t kCodesAhead = 2048;
+
+// take(values, pair) for pairs of inputs [8 * part, 8 * part + 8) of a block, and a half of the outputs.
+template <Code code, bool is_shifted, class Take>
+inline __attribute__((always_inline)) void for_pairs(const unsigned char* codes, const Set& set, int64_t part, int64_t half,
+                                                     const Take& take) {
+  if constexpr (code == Code::int4 || code == Code::e2m1) {
+    for (int64_t four = 2 * part; four < 2 * part + 2; ++four) {
+      const Words words = load_words(codes + (2 * four + half) * kHalfBytes);
+#pragma GCC unroll 4
+      for (int pair = 0; pair < 4; ++pair) {
+        const Pair x = {numbers_of_nibbles<code>(words, 8 * pair), numbers_of_nibbles<code>(words, 8 * pair + 4)};
+        take(values_of<is_shifted>(x, set), 4 * four + pair);
+      }
+    }
+  } else {
+#pragma GCC unroll 4
+    for (int64_t pair = 8 * part; pair < 8 * part + 8; ++pair) {
+      take(values_of<is_shifted>(numbers_of_bytes<code>(codes + (2 * pair + half) * 2 * kLanes), set), pair);
+    }
+  }
+}
 
 // Expands one block of a panel to kBlock inputs of the kind's layout. `out` is aligned.
 template <Code code, WeightKind kind, bool is_shifted>
@@ -203,23 +232,24 @@ static void expand_block(const Weight& w, const CodedLayout& layout, const unsig
     Set set = set_of<code, is_shifted>(w, layout, sets, half);
     for (int64_t part = 0; part < 2; ++part) {
       if (part == 1 && layout.sets_per_unit == 2) set = set_of<code, is_shifted>(w, layout, sets + layout.set_bytes, half);
-      if constexpr (code == Code::int4 || code == Code::e2m1) {
-        for (int64_t four = 2 * part; four < 2 * part + 2; ++four) {
-          const Words words = load_words(codes + (2 * four + half) * kHalfBytes);
-#pragma GCC unroll 4
-          for (int pair = 0; pair < 4; ++pair) {
-            const Pair x = {numbers_of_nibbles<code>(words, 8 * pair), numbers_of_nibbles<code>(words, 8 * pair + 4)};
-            put_pair<kind, is_shifted>(x, set, out, 4 * four + pair, half);
-          }
-        }
-      } else {
-#pragma GCC unroll 4
-        for (int64_t pair = 8 * part; pair < 8 * part + 8; ++pair) {
-          const Pair x = numbers_of_bytes<code>(codes + (2 * pair + half) * 2 * kLanes);
-          put_pair<kind, is_shifted>(x, set, out, pair, half);
-        }
-      }
+      for_pairs<code, is_shifted>(codes, set, part, half, [&](const Pair& x, int64_t pair) { put_pair<kind>(x, out, pair, half); });
     }
+  }
+}
+
+// make(code, is_shifted) for a weight's coding, both as types: there is a kernel for each.
+template <class Kernel, class Make>
+Kernel of_coding(const Weight& w, const Make& make) {
+  const auto shifted = [&](auto code) -> Kernel {
+    const bool is_shifted = w.coding.has_zeros || w.coding.has_offsets;
+    return is_shifted ? make(code, std::true_type()) : make(code, std::false_type());
+  };
+  switch (w.coding.code) {
+    case Code::int4: return shifted(std::integral_constant<Code, Code::int4>());
+    case Code::int8: return shifted(std::integral_constant<Code, Code::int8>());
+    case Code::e4m3: return shifted(std::integral_constant<Code, Code::e4m3>());
+    case Code::e5m2: return shifted(std::integral_constant<Code, Code::e5m2>());
+    default: return shifted(std::integral_constant<Code, Code::e2m1>());
   }
 }
 
@@ -242,23 +272,11 @@ class Expander {
  private:
   using Function = void (*)(const Weight&, const CodedLayout&, const unsigned char*, int64_t, unsigned char*);
 
-  template <Code code, WeightKind kind>
-  static Function of_kind(const Weight& w) {
-    const bool is_shifted = w.coding.has_zeros || w.coding.has_offsets;
-    return is_shifted ? expand_block<code, kind, true> : expand_block<code, kind, false>;
-  }
-  template <Code code>
-  static Function of_code(const Weight& w) {
-    return w.kind == WeightKind::bf16 ? of_kind<code, WeightKind::bf16>(w) : of_kind<code, WeightKind::f32>(w);
-  }
   static Function choose(const Weight& w) {
-    switch (w.coding.code) {
-      case Code::int4: return of_code<Code::int4>(w);
-      case Code::int8: return of_code<Code::int8>(w);
-      case Code::e4m3: return of_code<Code::e4m3>(w);
-      case Code::e5m2: return of_code<Code::e5m2>(w);
-      default: return of_code<Code::e2m1>(w);
-    }
+    return of_coding<Function>(w, [&](auto code, auto is_shifted) -> Function {
+      return w.kind == WeightKind::bf16 ? expand_block<code(), WeightKind::bf16, is_shifted()>
+                                        : expand_block<code(), WeightKind::f32, is_shifted()>;
+    });
   }
 
   const Weight& weight_;

@@ -131,7 +131,9 @@ struct PanelLayout {
   }
 };
 
-// What the outputs of a half of a panel have for one group, as a kernel adds it to their sums.
+// What the outputs of a half of a panel have for one group, as a kernel adds it to their sums. Without `may_shift` there
+// are neither zeros nor offsets.
+template <bool may_shift = true>
 struct GroupSet {
   Vec scale;
   const int8_t* zeros;    // or null
@@ -145,12 +147,13 @@ struct GroupSet {
   }
   // `sum` of a row's activations times (excess + zeros), which its product with unsigned numbers is too large by.
   IntVec surplus(int32_t excess, int32_t sum) const {
-    return zeros == nullptr ? all_ints(excess * sum) : mul(add(all_ints(excess), load_bytes(zeros)), all_ints(sum));
+    if (!may_shift || zeros == nullptr) return all_ints(excess * sum);
+    return mul(add(all_ints(excess), load_bytes(zeros)), all_ints(sum));
   }
   // Adds a group's exact product of a row, whose activations have `row_scale`, to the floats at `sums`.
   void add_to(float* sums, IntVec product, float row_scale, int32_t row_sum) const {
     Vec result = fma(mul(all(row_scale), scale), to_float(product), load(sums));
-    if (offsets != nullptr) result = fma(all(-(row_scale * static_cast<float>(row_sum))), load(offsets), result);
+    if (may_shift && offsets != nullptr) result = fma(all(-(row_scale * static_cast<float>(row_sum))), load(offsets), result);
     store(sums, result);
   }
 };

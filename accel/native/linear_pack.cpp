@@ -31,7 +31,7 @@ struct Packer {
   }
   // What a number stands for in the group at `from`.
   float value_of(Column c, const unsigned char* from, int32_t number) const {
-    const GroupSet set(w, panels, from, c.lane / kLanes);
+    const GroupSet<> set(w, panels, from, c.lane / kLanes);
     const int64_t lane = c.lane % kLanes;
     float scales[kLanes];
     store(scales, set.scale);
