@@ -68,7 +68,7 @@ class _Described:
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return how many outputs and inputs share a scale. Raises CheckpointError unless they divide."""
-        sizes = self.attributes.get("block_size")
+        sizes: Any = self.attributes.get("block_size")
         is_block = isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int for size in sizes)
         if not is_block or any(size < 1 or whole % size for size, whole in zip(sizes, shape, strict=True)):
             raise self.module.error(f"has block_size {shown(sizes)}, which does not divide {list(shape)}")
