@@ -251,7 +251,10 @@ _STATIC_INT8 = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": F
 _DYNAMIC_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 _DYNAMIC_FP8 = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 _FP8: dict[str, Any] = {"num_bits": 8, "type": "float"}
-_TARGET_INT4: dict[str, Any] = {"target_dtype": {"_type": "torch.dtype", "_data": "int4"}, "activation_quantization": None}
+_TARGET_INT4: dict[str, Any] = {
+    "target_dtype": {"_type": "torch.dtype", "_data": "int4"},
+    "activation_quantization": None,
+}
 _TOKENS_TO_INT8 = _by_token(
     "QuantizeTensorToInt8Kwargs",
     mapping_type={"_type": "MappingType", "_data": "SYMMETRIC"},
