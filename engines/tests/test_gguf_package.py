@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from sagellm.accel.coded import expand
 from sagellm.core import TensorSpec
@@ -20,6 +23,7 @@ from sagellm.engines.testing.gguf import copy_as_gguf, gguf_name, quantize
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install gguf")
 pytestmark = pytest.mark.full
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, ignore_eos=True)
 
 
 def blocks_of(kind: str) -> np.ndarray[Any, Any]:
@@ -53,19 +57,26 @@ def test_a_file_of_the_package_is_read(kind: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", family="qwen3", dtype="float32", **sizes)
     path = written(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind])
     opened, reader = GGUFFormat().open(path), gguf.GGUFReader(path)
+    weights = {}
     for tensor in reader.tensors:
         name = next(each for each in opened.weights.tensors if gguf_name(each) == tensor.name)
         stored = opened.weights.tensors[name]
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(stored.shape)
+        weights[name] = torch.from_numpy(np.array(expected, np.float32))
         spec = TensorSpec(name, stored.shape)
         if stored.form is None:
             assert np.array_equal(opened.weights.get(spec).reshape(-1), plain(tensor))
             continue
         ours = expand(opened.weights.coded_rows(spec, slice(0, stored.shape[0])), stored.form)
-        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        assert np.array_equal(ours.reshape(-1), expected.reshape(-1))
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    with LLMEngine(model=str(path), forward_backend="torch", num_blocks=8, device="cpu") as engine:
-        assert len(engine.generate("The clock", params)[0].outputs[0].token_ids) == 6
+        assert np.array_equal(ours.reshape(stored.shape), expected)
+    shutil.copytree(model, tmp_path / "dequantized")
+    save_file(weights, tmp_path / "dequantized" / "model.safetensors")
+    answers = []
+    for each in (path, tmp_path / "dequantized"):
+        with LLMEngine(model=str(each), dtype="float32", num_blocks=8, device="cpu") as engine:
+            answers.append(engine.generate("The clock", GREEDY)[0].outputs[0])
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].logprobs == answers[1].logprobs
 
 
 def plain(tensor: Any) -> np.ndarray[Any, Any]:

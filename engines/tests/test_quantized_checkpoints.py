@@ -212,6 +212,8 @@ def rounded(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     inputs = {"type": "float"}
     if config["quant_method"] == "compressed-tensors":
         inputs = config["config_groups"]["group_0"]["input_activations"]
+    elif layout.describe is not None:
+        inputs = {"type": "int" if layout.describe(x[0])["_type"] == "Int8Tensor" else "float"}
     largest = 448 if inputs["type"] == "float" else 127
     grouped = x.unflatten(-1, (-1, layout.block or x.shape[-1]))
     scale = grouped.abs().amax(-1, keepdim=True) / largest

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sagellm.accel.weights import WeightReader
@@ -50,6 +51,17 @@ def change_parts(path: Path, change: Change) -> None:
     change(parts)
     parts = {f"{LINEAR}.{part}": tensor.contiguous() for part, tensor in parts.items()}
     save_file(tensors | parts, path / SINGLE)
+
+
+def change_metadata(path: Path, change: Callable[[dict[str, Any]], object] | str) -> None:
+    """Change what torchao's metadata says of one linear, or put a text there."""
+    with safe_open(path / SINGLE, "pt") as file:
+        metadata = file.metadata()
+    entry = json.loads(metadata[f"{LINEAR}.weight"])
+    if callable(change):
+        change(entry)
+    metadata[f"{LINEAR}.weight"] = change if isinstance(change, str) else json.dumps(entry)
+    save_file(load_file(path / SINGLE), path / SINGLE, metadata)
 
 
 def change_config(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -322,6 +334,78 @@ def test_a_config_that_contradicts_the_tensors_is_named(quantized, layout, chang
     path = quantized(layout)
     change_config(path, change)
     with pytest.raises(CheckpointError, match=message):
+        opened(path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        ("torchao-int8", "{", "has damaged metadata"),
+        ("torchao-int8", "null", "has metadata None; it must be an object with _type and _data"),
+        ("torchao-int8", lambda e: e.pop("_data"), "it must be an object with _type and _data"),
+        (
+            "torchao-int8",
+            lambda e: e["_data"].pop("block_size"),
+            "has block_size None, which does not divide",
+        ),
+        (
+            "torchao-int8",
+            lambda e: e["_data"].update(block_size=[1, 48]),
+            r"block_size \[1, 48\], which does",
+        ),
+        ("torchao-int8", lambda e: e["_data"].update(block_size=[1, 32]), "weight_scale of shape"),
+        ("torchao-int8", lambda e: e.update(_type="Float8Tensor"), "_weight_qdata in I8; it must be F8_E4M3"),
+        ("torchao-int4-plain", lambda e: e["_data"].update(block_size=[1, 16]), "weight_scale of shape"),
+        ("torchao-fp8", lambda e: e["_data"].update(act_quant_kwargs=3), "has metadata 3; it must be"),
+    ],
+)
+def test_metadata_of_torchao_that_contradicts_the_tensors_is_named(quantized, layout, change, message):
+    path = quantized(layout)
+    change_metadata(path, change)
+    with pytest.raises(CheckpointError, match=NAMED + ".*" + message):
+        opened(path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        ("torchao-int8", lambda e: e.update(_type="MXTensor"), "MXTensor with numbers of another"),
+        (
+            "torchao-int4",
+            lambda e: e["_data"]["target_dtype"].update(_data="int3"),
+            "IntxUnpackedToInt8Tensor with numbers of int3",
+        ),
+        (
+            "torchao-int8-dynamic",
+            lambda e: e["_data"]["act_quant_kwargs"]["_data"]["mapping_type"].update(_data="ASYMMETRIC"),
+            "Int8Tensor with activations of ASYMMETRIC, PerRow",
+        ),
+        (
+            "torchao-fp8-dynamic",
+            lambda e: e["_data"]["act_quant_kwargs"]["_data"].update(hp_value_ub=3.0),
+            "Float8Tensor with activations of float8_e4m3fn, PerRow, hp_value_ub",
+        ),
+        (
+            "torchao-int4-plain",
+            lambda e: e["_data"].update(activation_dtype={"_type": "torch.dtype", "_data": "int8"}),
+            "Int4Tensor with activations of int8",
+        ),
+    ],
+)
+def test_tensors_of_torchao_that_are_not_read_are_refused_by_name(quantized, layout, change, message):
+    path = quantized(layout)
+    change_metadata(path, change)
+    with pytest.raises(UnsupportedModelError, match=rf"'{LINEAR}\.weight' is stored as .*{message}"):
+        opened(path)
+
+
+def test_parts_of_torchao_that_change_activations_are_refused(quantized):
+    path = quantized("torchao-int8")
+    with safe_open(path / SINGLE, "pt") as file:
+        metadata = file.metadata()
+    added = {f"{LINEAR}._weight_act_pre_scale": torch.ones(64)}
+    save_file(load_file(path / SINGLE) | added, path / SINGLE, metadata)
+    with pytest.raises(UnsupportedModelError, match=rf"'{LINEAR}\.weight' is .* _weight_act_pre_scale"):
         opened(path)
 
 

@@ -86,6 +86,7 @@ def _quantized_formats() -> list[Provider]:
         ("awq", "awq:AWQFormat", "4 bits with zero points"),
         ("fp8", "fp8:FP8Format", "FP8 by block, row or tensor, as DeepSeek's and Qwen's"),
         ("mxfp4", "mxfp4:MXFP4Format", "4-bit floats by 32, linears"),
+        ("torchao", "torchao:TorchAOFormat", "INT8, INT4 and FP8, as transformers saves them"),
     )
     return [
         Provider("checkpoint_format", name, f"{_PACKAGE}.loading.quantized.{place}", what)

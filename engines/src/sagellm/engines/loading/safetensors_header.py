@@ -54,6 +54,26 @@ def read_header(path: Path) -> dict[str, PlacedTensor]:
 
     Raises CheckpointError if the file is cut off, or if sizes, types and offsets do not agree.
     """
+    header = _read(path)
+    tensors = {name: _stored_tensor(path, name, entry, header.end) for name, entry in header.entries.items()}
+    _check_extent(path, tensors, header.end, header.file_bytes)
+    return tensors
+
+
+def read_metadata(path: Path) -> Mapping[str, str]:
+    """Return what the writer of a file says of it. Raises CheckpointError as `read_header` does."""
+    return _read(path).metadata
+
+
+@dataclass(frozen=True)
+class _Header:
+    entries: Mapping[str, Any]
+    metadata: Mapping[str, str]
+    end: int
+    file_bytes: int
+
+
+def _read(path: Path) -> _Header:
     try:
         check_file(path)
         with open(path, "rb") as file:
@@ -90,10 +110,7 @@ def read_header(path: Path) -> dict[str, PlacedTensor]:
         "".join((*header, *metadata, *metadata.values())).encode()
     except UnicodeEncodeError as error:
         raise CheckpointError(f"{path} has a damaged header: {error}; fetch it again") from error
-    begin = _LENGTH_BYTES + header_bytes
-    tensors = {name: _stored_tensor(path, name, entry, begin) for name, entry in header.items()}
-    _check_extent(path, tensors, begin, file_bytes)
-    return tensors
+    return _Header(header, metadata, _LENGTH_BYTES + header_bytes, file_bytes)
 
 
 def _stored_tensor(path: Path, name: str, entry: Any, begin: int) -> PlacedTensor:

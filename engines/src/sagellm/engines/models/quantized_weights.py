@@ -11,6 +11,7 @@ from sagellm.engines.config.shown import clipped
 _OF_TENSORS = {
     ".qweight": "GPTQ or AWQ",
     ".weight_packed": "compressed-tensors",
+    "._weight_qdata": "torchao",
     ".weight_scale_inv": "FP8",
     ".weight_scale": "FP8 or compressed-tensors",
     ".weight.absmax": "bitsandbytes",

@@ -34,6 +34,7 @@ class Layout:
     has_order: bool = False
     block: int = 0
     has_input_scale: bool = False
+    describe: Callable[[torch.Tensor], dict[str, Any]] | None = None  # a weight, in the file's metadata
 
 
 def quantized_copy(checkpoint: Path, into: Path, layout: str) -> tuple[Path, Path]:
@@ -48,16 +49,19 @@ def quantized_copy(checkpoint: Path, into: Path, layout: str) -> tuple[Path, Pat
     chosen = layouts[layout]
     tensors = load_file(checkpoint / _SINGLE)
     quantized, plain = dict(tensors), dict(tensors)
+    metadata = {"format": "pt"}
     for name, weight in tensors.items():
         if name.endswith("proj.weight"):
             parts, stands_for = chosen.write(weight.float(), chosen)
             plain[name] = stands_for.to(weight.dtype)
+            if chosen.describe is not None:
+                metadata[name] = json.dumps(chosen.describe(weight))
             del quantized[name]
             quantized |= {f"{name.removesuffix('.weight')}.{part}": each for part, each in parts.items()}
     copies = []
     for name, each in ((layout, quantized), (f"{layout}-dequantized", plain)):
         copy = Path(shutil.copytree(checkpoint, into / name))
-        save_file({key: value.contiguous() for key, value in each.items()}, copy / _SINGLE)
+        save_file({key: value.contiguous() for key, value in each.items()}, copy / _SINGLE, metadata)
         copies.append(copy)
     config = json.loads((checkpoint / "config.json").read_text())
     config["quantization_config"] = dict(chosen.config)
@@ -173,6 +177,50 @@ def _mxfp4(weight: torch.Tensor, layout: Layout) -> tuple[Tensors, torch.Tensor]
     return {"weight_packed": packed.flatten(1), "weight_scale": exponents.to(torch.uint8)}, stands_for
 
 
+def _int4_plain(weight: torch.Tensor, layout: Layout) -> tuple[Tensors, torch.Tensor]:
+    """Write numbers n from -8 to 7 that stand for n · scale + zero point."""
+    grouped = weight.reshape(len(weight), -1, layout.group_size)
+    scales = (grouped.amax(-1) - grouped.amin(-1)) / 15
+    zeros = (grouped.amin(-1) + scales * 8).bfloat16()
+    wide, middle = scales.bfloat16().float()[..., None], zeros.float()[..., None]
+    numbers = ((grouped - middle) / wide).round().clamp(-8, 7)
+    nibbles = numbers.reshape(weight.shape).to(torch.int8)
+    packed = (nibbles[:, 1::2] << 4) | (nibbles[:, ::2] & 15)
+    parts = {"weight": packed, "weight_scale": scales.bfloat16().T, "weight_zero_point": zeros.T}
+    return parts, (numbers * wide + middle).reshape(weight.shape)
+
+
+def _torchao(
+    kind: str, write: Writer, *, group_size: int = 0, bits: int = 4, is_symmetric: bool = True, **data: Any
+) -> Layout:
+    """Return the layout of one of torchao's classes, whose attributes are `data`, block_size and dtype."""
+
+    def flattened(weight: torch.Tensor, layout: Layout) -> tuple[Tensors, torch.Tensor]:
+        parts, stands_for = write(weight, layout)
+        return {
+            f"_{'weight_qdata' if name == 'weight' else name}": each for name, each in parts.items()
+        }, stands_for
+
+    def describe(weight: torch.Tensor) -> dict[str, Any]:
+        dtype = {"_type": "torch.dtype", "_data": "float32"}
+        block = [1, group_size or weight.shape[1]]
+        return {"_type": kind, "_data": {"block_size": block, "dtype": dtype, **data}}
+
+    return Layout(
+        config={"quant_method": "torchao", "modules_to_not_convert": ["lm_head"]},
+        write=flattened,
+        bits=bits,
+        group_size=group_size,
+        is_symmetric=is_symmetric,
+        describe=describe,
+    )
+
+
+def _by_token(kind: str, **data: Any) -> dict[str, Any]:
+    granularity = {"_type": "PerRow", "_data": {"dim": -1}}
+    return {"_type": kind, "_data": {"granularity": granularity, **data}}
+
+
 def _compressed(
     layout: str, *, activations: Mapping[str, Any] | None = None, **weights: Any
 ) -> dict[str, Any]:
@@ -203,6 +251,18 @@ _STATIC_INT8 = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": F
 _DYNAMIC_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 _DYNAMIC_FP8 = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 _FP8: dict[str, Any] = {"num_bits": 8, "type": "float"}
+_TARGET_INT4: dict[str, Any] = {
+    "target_dtype": {"_type": "torch.dtype", "_data": "int4"},
+    "activation_quantization": None,
+}
+_TOKENS_TO_INT8 = _by_token(
+    "QuantizeTensorToInt8Kwargs",
+    mapping_type={"_type": "MappingType", "_data": "SYMMETRIC"},
+    reduce_range=False,
+)
+_TOKENS_TO_FP8 = _by_token(
+    "QuantizeTensorToFloat8Kwargs", float8_dtype={"_type": "torch.dtype", "_data": "float8_e4m3fn"}
+)
 LAYOUTS: dict[str, Layout] = {
     "compressed-int4": Layout(config=_compressed("pack-quantized", **_INT4, symmetric=True), write=_packed),
     "compressed-int4-zeros": Layout(
@@ -245,6 +305,13 @@ LAYOUTS: dict[str, Layout] = {
         is_symmetric=False,
     ),
     "mxfp4": Layout(config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, write=_mxfp4),
+    "torchao-int8": _torchao("Int8Tensor", _integers, bits=8, act_quant_kwargs=None),
+    "torchao-int4": _torchao("IntxUnpackedToInt8Tensor", _integers, group_size=32, **_TARGET_INT4),
+    "torchao-int4-zeros": _torchao(
+        "IntxUnpackedToInt8Tensor", _integers, group_size=32, is_symmetric=False, **_TARGET_INT4
+    ),
+    "torchao-int4-plain": _torchao("Int4Tensor", _int4_plain, group_size=32),
+    "torchao-fp8": _torchao("Float8Tensor", _floats, act_quant_kwargs=None),
 }
 """Weight-only layouts: a test of a backend runs over all of them."""
 ROUNDED_ACTIVATIONS: dict[str, Layout] = {
@@ -279,5 +346,7 @@ ROUNDED_ACTIVATIONS: dict[str, Layout] = {
     "compressed-int4-fp8": Layout(
         config=_compressed("pack-quantized", activations=_DYNAMIC_FP8, **_INT4), write=_packed
     ),
+    "torchao-int8-dynamic": _torchao("Int8Tensor", _integers, bits=8, act_quant_kwargs=_TOKENS_TO_INT8),
+    "torchao-fp8-dynamic": _torchao("Float8Tensor", _floats, act_quant_kwargs=_TOKENS_TO_FP8),
 }
 """Layouts with activations that are rounded before each product."""

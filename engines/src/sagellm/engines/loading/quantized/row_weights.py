@@ -141,6 +141,31 @@ class MicroscaledWeight(CodedWeight):
         return powers_of_two(self.module.get(self.scale)[rows, groups])
 
 
+@dataclass(frozen=True, kw_only=True)
+class SignedInt4Weight(CodedWeight):
+    """Signed numbers of 4 bits, two to a byte, the first in the low bits: number · scale + zero point.
+
+    Scales and zero points are (groups, out).
+    """
+
+    values: str
+    scale: str
+    zero_point: str
+
+    def codes(self, rows: slice, columns: slice) -> Array:
+        """Return them with their sign turned to an offset of 8."""
+        packed = self.module.get(self.values)[rows, columns.start // 2 : columns.stop // 2]
+        return packed.view(np.uint8) ^ np.uint8(0x88)
+
+    def scales(self, rows: slice, groups: slice) -> Array:
+        """Return them output by output."""
+        return self.module.get_floats(self.scale, groups, rows).T
+
+    def offsets(self, rows: slice, groups: slice) -> Array | None:
+        """Return the negated zero points, which are in the weights' unit."""
+        return -self.module.get_floats(self.zero_point, groups, rows).T if self.form.has_offsets else None
+
+
 MXFP4_GROUP = 32
 MXFP4 = WeightForm(code=CodeType.FP4_E2M1, group_size=MXFP4_GROUP)
 

@@ -95,6 +95,10 @@ class CodedWeight(ABC):
         """Return their zeros, if the form has any. Raises CheckpointError for those that cannot be."""
         return None
 
+    def offsets(self, rows: slice, groups: slice) -> Array | None:
+        """Return their offsets, if the form has any."""
+        return None
+
     def order(self) -> npt.NDArray[np.int64] | None:
         """Return the input of each column, if the form has an order."""
         return None
@@ -123,12 +127,15 @@ class CodedWeight(ABC):
             )
         groups = slice(columns.start // size, columns.stop // size) if size else slice(0, 1)
         codes, scales = self.codes(rows, columns), self.scales(rows, groups)
-        zeros = self.zeros(rows, groups)
+        zeros, offsets = self.zeros(rows, groups), self.offsets(rows, groups)
         self._check_values(codes, scales)
+        if offsets is not None and not np.isfinite(offsets).all():
+            raise self.module.error("has an offset that is NaN or infinite; the file is damaged")
         return CodedRows(
             codes=np.ascontiguousarray(codes),
             scales=np.ascontiguousarray(scales),
             zeros=None if zeros is None else np.ascontiguousarray(zeros),
+            offsets=None if offsets is None else np.ascontiguousarray(offsets),
         )
 
     def _check_values(self, codes: Array, scales: Array) -> None:
