@@ -90,7 +90,9 @@ def test_answers_are_those_of_the_dequantized_checkpoint(copies, make_engine, la
             assert got.logprobs == expected.logprobs
 
 
-@pytest.mark.parametrize("layout", ["awq", "gptq-int4", "gptq-int4-order", "gptq-int8", "compressed-int8-plain"])
+@pytest.mark.parametrize(
+    "layout", ["awq", "gptq-int4", "gptq-int4-order", "gptq-int8", "compressed-int8-plain"]
+)
 def test_int8_activations_are_those_of_the_reference(copies, make_engine, layout):
     if examine().variant is None:
         pytest.skip("no native library")
@@ -112,7 +114,9 @@ def test_int8_activations_are_those_of_the_reference(copies, make_engine, layout
 
 def test_int8_activations_need_weights_stored_as_integers(copies, make_engine):
     for path in (copies("awq")[1], copies("mxfp4")[0]):
-        with pytest.raises(UnsupportedModelError, match=r"and there are none here \(it has \d+ in .*leave it out"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"there are none here \(it has \d+ in .*leave it out"
+        ):
             make_engine(model=str(path), activations="int8")
 
 

@@ -105,7 +105,8 @@ def coded(
     handle = ctypes.c_void_p(
         functions.sage_linear_create_coded(
             NUMBERS[kind], is_gated, ctypes.c_int64(n), ctypes.c_int64(k), ctypes.c_int64(form.group_size),
-            None, CODES[form.code] if kind in KINDS else 0, rows.scales.dtype == np.float16, form.has_zeros, form.has_offsets,
+            None, CODES[form.code] if kind in KINDS else 0, rows.scales.dtype == np.float16,
+            form.has_zeros, form.has_offsets,
         )
     )  # fmt: skip
     for begin in range(0, n, piece):

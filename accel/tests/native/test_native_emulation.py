@@ -14,7 +14,12 @@ from native_build import load_build
 from sagellm.accel.native.library import VARIABLE, VARIANTS, cpu_flags
 
 FOLDER = Path(__file__).parent
-TESTS = ("test_native_attention.py", "test_native_linear.py", "test_native_codes.py", "test_native_backend.py")
+TESTS = (
+    "test_native_attention.py",
+    "test_native_linear.py",
+    "test_native_codes.py",
+    "test_native_backend.py",
+)
 
 
 @pytest.mark.full

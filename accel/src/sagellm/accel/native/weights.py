@@ -26,7 +26,7 @@ from sagellm.core import (
 )
 from sagellm.core.protocols.model_spec import FusedLinear, LinearPart
 from sagellm.core.protocols.quantizer import IntegerForm
-from sagellm.core.protocols.weight_form import ActivationForm, CodeType, WeightForm
+from sagellm.core.protocols.weight_form import CodeType, WeightForm
 
 Floats = npt.NDArray[np.float32]
 
