@@ -9,6 +9,29 @@ namespace sage {
 namespace linear {
 namespace {
 
+// Four rows of four words of 32 bits; afterwards vector i has word i of each row.
+inline void transpose(__m128i (&x)[4]) {
+  const __m128i a = _mm_unpacklo_epi32(x[0], x[1]), b = _mm_unpackhi_epi32(x[0], x[1]);
+  const __m128i c = _mm_unpacklo_epi32(x[2], x[3]), d = _mm_unpackhi_epi32(x[2], x[3]);
+  x[0] = _mm_unpacklo_epi64(a, c);
+  x[1] = _mm_unpackhi_epi64(a, c);
+  x[2] = _mm_unpacklo_epi64(b, d);
+  x[3] = _mm_unpackhi_epi64(b, d);
+}
+
+// 16 bytes of each of four rows, transposed.
+inline void load_transposed(const void* rows, int64_t stride_bytes, __m128i (&x)[4]) {
+  for (int64_t i = 0; i < 4; ++i) {
+    x[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const char*>(rows) + i * stride_bytes));
+  }
+  transpose(x);
+}
+
+inline void store(unsigned char* to, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x); }
+
+// Dot products of bytes take one unsigned operand: without tiles, AVX-512 weights are stored as value + 128.
+constexpr uint32_t kFlip = kHasDots && !kHasTiles ? 0x80808080u : 0u;
+
 struct Packer {
   const Weight& w;
   PanelLayout panels;
@@ -27,14 +50,17 @@ struct Packer {
 
   // `row`: k elements of the weight's width in memory, or null for zeros; those before `begin` are left out.
   template <typename Element>
-  void put_plain(Column c, const Element* row, int64_t begin = 0) const {
+  void put_row(Column c, const Element* row, int64_t begin = 0) const {
     unsigned char* to = group(c, 0);
     const int64_t padded = panels.depth.steps_per_group * panels.depth.step;
     constexpr int64_t per_quad = 4 / sizeof(Element);
     for (int64_t k = begin; k < padded; k += per_quad) {
       Element quad[per_quad];
       for (int64_t i = 0; i < per_quad; ++i) quad[i] = row != nullptr && k + i < w.k ? row[k + i] : Element{};
-      std::memcpy(to + offset(k * static_cast<int64_t>(sizeof(Element)), c.lane), quad, 4);
+      uint32_t bits;
+      std::memcpy(&bits, quad, 4);
+      bits ^= sizeof(Element) == 1 ? kFlip : 0;
+      std::memcpy(to + offset(k * static_cast<int64_t>(sizeof(Element)), c.lane), &bits, 4);
     }
   }
   // Rows of a whole half of a panel, whose quads at one k lie side by side: writing these at once is several times
@@ -42,38 +68,46 @@ struct Packer {
   template <typename Element>
   void put_half(Column first, const Element* rows, int64_t stride) const {
     unsigned char* to = group(first, 0);
-    constexpr int64_t per_quad = 4 / sizeof(Element), at_once = kLanes * per_quad;
+    constexpr int64_t size = sizeof(Element), at_once = 16 / size;
+    const __m128i flip = _mm_set1_epi32(static_cast<int>(size == 1 ? kFlip : 0));
     const int64_t padded = panels.depth.steps_per_group * panels.depth.step;
     const int64_t whole = w.k / at_once * at_once;
     for (int64_t k = 0; k < whole; k += at_once) {
-      for (int64_t quad = 0; quad < kLanes; ++quad) {
-        uint32_t line[kLanes];
-        for (int64_t lane = 0; lane < kLanes; ++lane) {
-          std::memcpy(&line[lane], rows + lane * stride + k + quad * per_quad, 4);
-        }
-        std::memcpy(to + offset((k + quad * per_quad) * static_cast<int64_t>(sizeof(Element)), first.lane), line,
-                    sizeof line);
+      for (int64_t lane = 0; lane < kLanes; lane += 4) {
+        __m128i quads[4];
+        load_transposed(rows + lane * stride + k, stride * size, quads);
+        for (int64_t i = 0; i < 4; ++i) store(to + offset(k * size + 4 * i, first.lane + lane), _mm_xor_si128(quads[i], flip));
       }
     }
     if (whole == padded) return;
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      put_plain(Column{first.panel, first.lane + lane}, rows + lane * stride, whole);
+      put_row(Column{first.panel, first.lane + lane}, rows + lane * stride, whole);
     }
   }
-  // Dot products of bytes take one unsigned operand: without tiles, AVX-512 weights are stored as value + 128.
-  void put_int8(Column c, const int8_t* row, float scale) const {
-    const uint32_t flip = kHasDots && !kHasTiles ? 0x80808080u : 0u;
-    put_plain(c, row);
-    if (flip != 0) {
-      unsigned char* to = group(c, 0);
-      for (int64_t k = 0; k < panels.depth.steps_per_group * panels.depth.step; k += 4) {
-        uint32_t quad;
-        std::memcpy(&quad, to + offset(k, c.lane), 4);
-        quad ^= flip;
-        std::memcpy(to + offset(k, c.lane), &quad, 4);
+  // int4 codes, two to a byte, of rows of a whole half; groups are multiples of 32 inputs.
+  void put_half_of_nibbles(Column first, const unsigned char* rows, int64_t row_bytes, const float* scales) const {
+    const int64_t num_groups = panels.depth.num_groups;
+    const __m128i low = _mm_set1_epi8(15), pairs = _mm_set1_epi32(0xffff);
+    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+    for (int64_t index = 0; index < num_groups; ++index) {
+      unsigned char* to = group(first, index);
+      const unsigned char* from = rows + panels.depth.begin(index) / 2;
+      for (int64_t k = 0; k < panels.depth.group; k += 32) {
+        for (int64_t lane = 0; lane < kLanes; lane += 4) {
+          __m128i words[4];
+          load_transposed(from + lane * row_bytes + k / 2, row_bytes, words);
+          for (int64_t i = 0; i < 4; ++i) {
+            __m128i even = _mm_and_si128(words[i], low), odd = _mm_and_si128(_mm_srli_epi32(words[i], 4), low);
+            even = _mm_and_si128(_mm_or_si128(even, _mm_srli_epi32(even, 12)), pairs);
+            odd = _mm_slli_epi32(_mm_or_si128(odd, _mm_srli_epi32(odd, 12)), 16);
+            store(to + nibble_offset(k + 8 * i, first.lane + lane), _mm_shuffle_epi8(_mm_or_si128(even, odd), order));
+          }
+        }
+      }
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        put_scale(Column{first.panel, first.lane + lane}, index, scales[lane * num_groups + index]);
       }
     }
-    put_scale(c, 0, scale);
   }
   void put_int4(Column c, const int8_t* row, const float* scales) const {
     for (int64_t index = 0; index < panels.depth.num_groups; ++index) {
@@ -107,21 +141,33 @@ void each_output(const Weight& w, const PanelLayout& panels, int64_t begin, int6
   }
 }
 
+// Outputs from `output` on, of `count`, that fill a half of a panel, and are not the last of all: behind these there
+// may be lanes to fill with zeros.
+bool fills_half(const Weight& w, Column column, int64_t output, int64_t count) {
+  const int64_t end = w.is_gated && output < w.n / 2 ? w.n / 2 : w.n;
+  return column.lane % kLanes == 0 && count >= kLanes && end - output > kLanes;
+}
+
+// `scales`: one for each row, of int8 alone.
 template <typename Element>
-void pack_plain(const Weight& w, int64_t begin, int64_t count, const Element* rows, int64_t stride) {
+void pack_rows_of(const Weight& w, int64_t begin, int64_t count, const Element* rows, int64_t stride,
+                  const float* scales = nullptr) {
   const Packer packer(w);
   for (int64_t done = 0; done < count;) {
-    const int64_t output = begin + done;
-    const int64_t end = w.is_gated && output < w.n / 2 ? w.n / 2 : w.n;
-    const Column column = column_of(w, packer.panels, output);
-    // Not the last of all: behind it there may be lanes to fill with zeros.
-    if (column.lane % kLanes == 0 && count - done >= kLanes && end - output > kLanes) {
+    const Column column = column_of(w, packer.panels, begin + done);
+    if (fills_half(w, column, begin + done, count - done)) {
       packer.put_half(column, rows + done * stride, stride);
+      for (int64_t lane = 0; scales != nullptr && lane < kLanes; ++lane) {
+        packer.put_scale(Column{column.panel, column.lane + lane}, 0, scales[done + lane]);
+      }
       done += kLanes;
       continue;
     }
-    each_output(w, packer.panels, output, 1, rows + done * stride, stride,
-                [&](Column c, int64_t, const Element* row) { packer.put_plain(c, row); });
+    each_output(w, packer.panels, begin + done, 1, rows + done * stride, stride,
+                [&](Column c, int64_t, const Element* row) {
+                  packer.put_row(c, row);
+                  if (scales != nullptr) packer.put_scale(c, 0, row != nullptr ? scales[done] : 0.0f);
+                });
     ++done;
   }
 }
@@ -132,19 +178,33 @@ void pack_integers(const Weight& w, int64_t begin, int64_t count, const CodedRow
   if (w.kind == WeightKind::int8) {
     return pack_int8(w, begin, count, reinterpret_cast<const int8_t*>(rows.codes), w.k, scales);
   }
-  std::vector<int8_t> values(static_cast<size_t>(count * w.k));
-  for (int64_t i = 0; i < count * w.k; i += 2) {
-    values[static_cast<size_t>(i)] = static_cast<int8_t>((rows.codes[i / 2] & 15) - 8);
-    values[static_cast<size_t>(i + 1)] = static_cast<int8_t>((rows.codes[i / 2] >> 4) - 8);
+  const Packer packer(w);
+  const int64_t num_groups = packer.panels.depth.num_groups;
+  const bool is_whole = packer.panels.depth.group % kBlock == 0 && num_groups * packer.panels.depth.group == w.k;
+  std::vector<int8_t> values(static_cast<size_t>(w.k));
+  for (int64_t done = 0; done < count;) {
+    const unsigned char* codes = rows.codes + done * w.k / 2;
+    const Column column = column_of(w, packer.panels, begin + done);
+    if (is_whole && fills_half(w, column, begin + done, count - done)) {
+      packer.put_half_of_nibbles(column, codes, w.k / 2, scales + done * num_groups);
+      done += kLanes;
+      continue;
+    }
+    for (int64_t k = 0; k < w.k; k += 2) {
+      values[static_cast<size_t>(k)] = static_cast<int8_t>((codes[k / 2] & 15) - 8);
+      values[static_cast<size_t>(k + 1)] = static_cast<int8_t>((codes[k / 2] >> 4) - 8);
+    }
+    pack_int4(w, begin + done, 1, values.data(), w.k, scales + done * num_groups);
+    ++done;
   }
-  pack_int4(w, begin, count, values.data(), w.k, scales);
 }
 
-// Writes the codes of one output.
-void put_codes(const Weight& w, const CodedLayout& layout, unsigned char* panel, int64_t lane, const unsigned char* row) {
+// Writes the codes of one output, from input `begin` on, a multiple of a block.
+void put_codes(const Weight& w, const CodedLayout& layout, unsigned char* panel, int64_t lane, const unsigned char* row,
+               int64_t begin) {
   const int64_t half = lane / kLanes, place = lane % kLanes;
   if (bits_of(w.coding.code) == 8) {
-    for (int64_t k = 0; k < w.k; k += 2) {
+    for (int64_t k = begin; k < w.k; k += 2) {
       const int64_t pair = k % kBlock / 2;
       std::memcpy(panel + layout.codes_at(k / kBlock) + (2 * pair + half) * 2 * kLanes + 2 * place, row + k, 2);
     }
@@ -152,7 +212,7 @@ void put_codes(const Weight& w, const CodedLayout& layout, unsigned char* panel,
   }
   const int64_t shift = 4 * (place / (kLanes / 2)), word = 2 * (place % (kLanes / 2));
   const uint32_t kept = ~(0x0f0f0f0fu << shift);
-  for (int64_t k = 0; k < w.k; k += 8) {  // the nibbles of four pairs
+  for (int64_t k = begin; k < w.k; k += 8) {  // the nibbles of four pairs
     uint32_t both, words[2];
     std::memcpy(&both, row + k / 2, 4);
     unsigned char* to = panel + layout.codes_at(k / kBlock) + (k % kBlock / 8 * 2 + half) * kHalfBytes + word * 4;
@@ -161,6 +221,58 @@ void put_codes(const Weight& w, const CodedLayout& layout, unsigned char* panel,
     words[1] = (words[1] & kept) | (both >> 4 & 0x0f0f0f0fu) << shift;
     std::memcpy(to, words, 8);
   }
+}
+
+// A block of 8-bit codes of a half: 16 pairs of each lane. `to` is where the half's first pair lies.
+void put_block_of_bytes(unsigned char* to, const unsigned char* rows, int64_t row_bytes) {
+  for (int64_t lane = 0; lane < kLanes; lane += 8) {
+    for (int64_t k = 0; k < kBlock; k += 16) {
+      __m128i top[4], bottom[4];  // word i, two pairs, of four lanes each
+      load_transposed(rows + lane * row_bytes + k, row_bytes, top);
+      load_transposed(rows + (lane + 4) * row_bytes + k, row_bytes, bottom);
+      const __m128i apart = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+      for (int64_t i = 0; i < 4; ++i) {
+        const __m128i a = _mm_shuffle_epi8(top[i], apart), b = _mm_shuffle_epi8(bottom[i], apart);
+        unsigned char* pair = to + (k / 2 + 2 * i) * 4 * kLanes + 2 * lane;
+        store(pair, _mm_unpacklo_epi64(a, b));
+        store(pair + 4 * kLanes, _mm_unpackhi_epi64(a, b));
+      }
+    }
+  }
+}
+
+// The same of 4-bit codes: a byte has one of a lane and one of the lane half a vector on.
+void put_block_of_nibbles(unsigned char* to, const unsigned char* rows, int64_t row_bytes) {
+  const __m128i low = _mm_set1_epi8(15), high = _mm_set1_epi8(static_cast<char>(0xf0));
+  for (int64_t lane = 0; lane < kLanes / 2; lane += 4) {
+    __m128i first[4], second[4];
+    load_transposed(rows + lane * row_bytes, row_bytes, first);
+    load_transposed(rows + (lane + kLanes / 2) * row_bytes, row_bytes, second);
+    for (int64_t i = 0; i < 4; ++i) {
+      const __m128i even = _mm_or_si128(_mm_and_si128(first[i], low),
+                                        _mm_slli_epi32(_mm_and_si128(second[i], low), 4));
+      const __m128i odd = _mm_or_si128(_mm_and_si128(_mm_srli_epi32(first[i], 4), low), _mm_and_si128(second[i], high));
+      unsigned char* words = to + 2 * i * kHalfBytes + 8 * lane;
+      store(words, _mm_unpacklo_epi32(even, odd));
+      store(words + 16, _mm_unpackhi_epi32(even, odd));
+    }
+  }
+}
+
+// Writes the codes of `count` outputs from a lane on: one, or those of a whole half.
+void put_codes_of(const Weight& w, const CodedLayout& layout, unsigned char* panel, int64_t lane, int64_t count,
+                  const unsigned char* rows) {
+  const int64_t bits = bits_of(w.coding.code), row_bytes = w.k * bits / 8;
+  const int64_t whole = count == kLanes ? w.k / kBlock : 0;
+  for (int64_t block = 0; block < whole; ++block) {
+    unsigned char* to = panel + layout.codes_at(block);
+    if (bits == 8) {
+      put_block_of_bytes(to + lane * 2, rows + block * kBlock, row_bytes);
+    } else {
+      put_block_of_nibbles(to + lane / kLanes * kHalfBytes, rows + block * kBlock / 2, row_bytes);
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) put_codes(w, layout, panel, lane + i, rows + i * row_bytes, whole * kBlock);
 }
 
 float from_bf16(const unsigned char* at) {
@@ -212,18 +324,15 @@ int64_t weight_bytes(const Weight& w) {
 int64_t pack_granularity() { return linear::kPanel; }
 
 void pack_bf16(const Weight& w, int64_t begin, int64_t count, const uint16_t* rows, int64_t stride) {
-  linear::pack_plain(w, begin, count, rows, stride);
+  linear::pack_rows_of(w, begin, count, rows, stride);
 }
 
 void pack_f32(const Weight& w, int64_t begin, int64_t count, const float* rows, int64_t stride) {
-  linear::pack_plain(w, begin, count, rows, stride);
+  linear::pack_rows_of(w, begin, count, rows, stride);
 }
 
 void pack_int8(const Weight& w, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales) {
-  const Packer packer(w);
-  linear::each_output(w, packer.panels, begin, count, rows, stride, [&](Column c, int64_t i, const int8_t* row) {
-    packer.put_int8(c, row, row != nullptr ? scales[i] : 0.0f);
-  });
+  linear::pack_rows_of(w, begin, count, rows, stride, scales);
 }
 
 void pack_int4(const Weight& w, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales) {
@@ -246,16 +355,24 @@ void pack_codes(const Weight& w, int64_t begin, int64_t count, const CodedRows& 
   const int64_t row_bytes = w.k * linear::bits_of(w.coding.code) / 8;
   const int64_t num_stored = w.group > 0 ? w.k / w.group : 1;
   const int64_t scale_bytes = w.coding.has_half_scales ? 2 : 4;
-  for (int64_t i = 0; i < count; ++i) {
-    const Column column = linear::column_of(w, panels, begin + i);
+  for (int64_t done = 0, num_rows; done < count; done += num_rows) {
+    const Column column = linear::column_of(w, panels, begin + done);
+    num_rows = linear::fills_half(w, column, begin + done, count - done) ? kLanes : 1;
     unsigned char* panel = w.data + column.panel * layout.panel_bytes;
-    linear::put_codes(w, layout, panel, column.lane, rows.codes + i * row_bytes);
+    linear::put_codes_of(w, layout, panel, column.lane, num_rows, rows.codes + done * row_bytes);
     for (int64_t set = 0; set < num_stored * layout.repeats; ++set) {
       unsigned char* to = panel + layout.set_at(set / layout.sets_per_unit, set % layout.sets_per_unit);
-      const int64_t from = i * num_stored + set / layout.repeats;
-      std::memcpy(to + column.lane * scale_bytes, static_cast<const char*>(rows.scales) + from * scale_bytes, scale_bytes);
-      if (w.coding.has_zeros) to[layout.zeros_at + column.lane] = static_cast<unsigned char>(rows.zeros[from]);
-      if (w.coding.has_offsets) std::memcpy(to + layout.offsets_at + column.lane * 4, rows.offsets + from, 4);
+      int64_t from = done * num_stored + set / layout.repeats;
+      for (int64_t lane = column.lane; lane < column.lane + num_rows; ++lane, from += num_stored) {
+        const char* scale = static_cast<const char*>(rows.scales) + from * scale_bytes;
+        if (scale_bytes == 2) {
+          std::memcpy(to + lane * 2, scale, 2);
+        } else {
+          std::memcpy(to + lane * 4, scale, 4);
+        }
+        if (w.coding.has_zeros) to[layout.zeros_at + lane] = static_cast<unsigned char>(rows.zeros[from]);
+        if (w.coding.has_offsets) std::memcpy(to + layout.offsets_at + lane * 4, rows.offsets + from, 4);
+      }
     }
   }
 }
