@@ -76,7 +76,9 @@ struct Packer {
       for (int64_t lane = 0; lane < kLanes; lane += 4) {
         __m128i quads[4];
         load_transposed(rows + lane * stride + k, stride * size, quads);
-        for (int64_t i = 0; i < 4; ++i) store(to + offset(k * size + 4 * i, first.lane + lane), _mm_xor_si128(quads[i], flip));
+        for (int64_t i = 0; i < 4; ++i) {
+          store(to + offset(k * size + 4 * i, first.lane + lane), _mm_xor_si128(quads[i], flip));
+        }
       }
     }
     if (whole == padded) return;
