@@ -9,6 +9,26 @@ namespace sage {
 namespace linear {
 namespace {
 
+// Four rows of four words of 32 bits; afterwards vector i has word i of each row.
+inline void transpose(__m128i (&x)[4]) {
+  const __m128i a = _mm_unpacklo_epi32(x[0], x[1]), b = _mm_unpackhi_epi32(x[0], x[1]);
+  const __m128i c = _mm_unpacklo_epi32(x[2], x[3]), d = _mm_unpackhi_epi32(x[2], x[3]);
+  x[0] = _mm_unpacklo_epi64(a, c);
+  x[1] = _mm_unpackhi_epi64(a, c);
+  x[2] = _mm_unpacklo_epi64(b, d);
+  x[3] = _mm_unpackhi_epi64(b, d);
+}
+
+// 16 bytes of each of four rows, transposed.
+inline void load_transposed(const void* rows, int64_t stride_bytes, __m128i (&x)[4]) {
+  for (int64_t i = 0; i < 4; ++i) {
+    x[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const char*>(rows) + i * stride_bytes));
+  }
+  transpose(x);
+}
+
+inline void put(unsigned char* to, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x); }
+
 struct Packer {
   const Weight& w;
   PanelLayout panels;
@@ -38,72 +58,98 @@ struct Packer {
     const float value = static_cast<float>(number - (set.zeros != nullptr ? set.zeros[lane] : 0)) * scales[lane];
     return set.offsets != nullptr ? value - set.offsets[lane] : value;
   }
+  // What the sets of all groups have for an output, from row `i` of `rows`; -1: none.
+  void put_sets(Column c, const CodedRows& rows, int64_t i) const {
+    const int64_t num_groups = panels.depth.num_groups, scale_bytes = w.coding.has_half_scales ? 2 : 4;
+    for (int64_t index = 0; index < num_groups; ++index) {
+      const int64_t at = i * num_groups + index;
+      if (i < 0) {
+        put_set(c, index, nullptr, nullptr, nullptr);
+      } else {
+        put_set(c, index, static_cast<const unsigned char*>(rows.scales) + at * scale_bytes,
+                rows.zeros != nullptr ? rows.zeros + at : nullptr, rows.offsets != nullptr ? rows.offsets + at : nullptr);
+      }
+    }
+  }
+  // Dot products of bytes take one unsigned operand: without tiles, AVX-512 weights are stored as value + 128.
+  uint32_t flip(int64_t element_size) const {
+    return element_size == 1 && kHasDots && !in_tiles(w.kind) ? 0x80808080u : 0u;
+  }
   int64_t offset(int64_t k_byte, int64_t lane) const {
     return in_tiles(w.kind) ? tile_offset(k_byte, lane) : quad_offset(k_byte, lane);
   }
 
-  // `row`: k elements of the weight's width in memory, or null for zeros; those before `begin` are left out.
+  // `row`: k elements of the weight's width in memory, or null for zeros; those of the group before `first` are left out.
   template <typename Element>
-  void put_plain(Column c, const Element* row, int64_t begin = 0) const {
-    unsigned char* to = group(c, 0);
+  void put_row(Column c, const Element* row, int64_t index, int64_t first = 0) const {
+    unsigned char* to = group(c, index);
+    const int64_t begin = panels.depth.begin(index), size = row != nullptr ? panels.depth.size(index) : 0;
     const int64_t padded = panels.depth.steps_per_group * panels.depth.step;
     constexpr int64_t per_quad = 4 / sizeof(Element);
-    for (int64_t k = begin; k < padded; k += per_quad) {
+    for (int64_t k = first; k < padded; k += per_quad) {
       Element quad[per_quad];
-      for (int64_t i = 0; i < per_quad; ++i) quad[i] = row != nullptr && k + i < w.k ? row[k + i] : Element{};
-      std::memcpy(to + offset(k * static_cast<int64_t>(sizeof(Element)), c.lane), quad, 4);
+      for (int64_t i = 0; i < per_quad; ++i) quad[i] = k + i < size ? row[begin + k + i] : Element{};
+      uint32_t bits;
+      std::memcpy(&bits, quad, 4);
+      bits ^= flip(sizeof(Element));
+      std::memcpy(to + offset(k * static_cast<int64_t>(sizeof(Element)), c.lane), &bits, 4);
     }
   }
   // Rows of a whole half of a panel, whose quads at one k lie side by side: writing these at once is several times
   // as fast as writing row by row, each quad to another line of the cache.
   template <typename Element>
-  void put_half(Column first, const Element* rows, int64_t stride) const {
-    unsigned char* to = group(first, 0);
-    constexpr int64_t per_quad = 4 / sizeof(Element), at_once = kLanes * per_quad;
+  void put_half(Column first, const Element* rows, int64_t stride, int64_t index) const {
+    unsigned char* to = group(first, index);
+    constexpr int64_t size = sizeof(Element), at_once = 16 / size;
+    const __m128i flipped = _mm_set1_epi32(static_cast<int>(flip(size)));
     const int64_t padded = panels.depth.steps_per_group * panels.depth.step;
-    const int64_t whole = w.k / at_once * at_once;
+    const int64_t whole = panels.depth.size(index) / at_once * at_once;
+    const Element* from = rows + panels.depth.begin(index);
     for (int64_t k = 0; k < whole; k += at_once) {
-      for (int64_t quad = 0; quad < kLanes; ++quad) {
-        uint32_t line[kLanes];
-        for (int64_t lane = 0; lane < kLanes; ++lane) {
-          std::memcpy(&line[lane], rows + lane * stride + k + quad * per_quad, 4);
+      for (int64_t lane = 0; lane < kLanes; lane += 4) {
+        __m128i quads[4];
+        load_transposed(from + lane * stride + k, stride * size, quads);
+        for (int64_t i = 0; i < 4; ++i) {
+          put(to + offset(k * size + 4 * i, first.lane + lane), _mm_xor_si128(quads[i], flipped));
         }
-        std::memcpy(to + offset((k + quad * per_quad) * static_cast<int64_t>(sizeof(Element)), first.lane), line,
-                    sizeof line);
       }
     }
     if (whole == padded) return;
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      put_plain(Column{first.panel, first.lane + lane}, rows + lane * stride, whole);
+      put_row(Column{first.panel, first.lane + lane}, rows + lane * stride, index, whole);
     }
   }
-  // The numbers of one output, or of none. Dot products of bytes take one unsigned operand: without tiles, AVX-512
-  // weights are stored as value + 128.
-  void put_integers(Column c, const int8_t* row) const {
-    const int64_t padded = panels.depth.steps_per_group * panels.depth.step;
-    const uint32_t flip = kHasDots && !in_tiles(w.kind) ? 0x80808080u : 0u;
+  // int4 codes, two to a byte, of rows of a whole half; groups are multiples of 32 inputs.
+  void put_half_of_nibbles(Column first, const unsigned char* rows, int64_t row_bytes) const {
+    const __m128i low = _mm_set1_epi8(15), pairs = _mm_set1_epi32(0xffff);
+    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+    for (int64_t index = 0; index < panels.depth.num_groups; ++index) {
+      unsigned char* to = group(first, index);
+      const unsigned char* from = rows + panels.depth.begin(index) / 2;
+      for (int64_t k = 0; k < panels.depth.group; k += 32) {
+        for (int64_t lane = 0; lane < kLanes; lane += 4) {
+          __m128i words[4];
+          load_transposed(from + lane * row_bytes + k / 2, row_bytes, words);
+          for (int64_t i = 0; i < 4; ++i) {
+            __m128i even = _mm_and_si128(words[i], low), odd = _mm_and_si128(_mm_srli_epi32(words[i], 4), low);
+            even = _mm_and_si128(_mm_or_si128(even, _mm_srli_epi32(even, 12)), pairs);
+            odd = _mm_slli_epi32(_mm_or_si128(odd, _mm_srli_epi32(odd, 12)), 16);
+            put(to + nibble_offset(k + 8 * i, first.lane + lane), _mm_shuffle_epi8(_mm_or_si128(even, odd), order));
+          }
+        }
+      }
+    }
+  }
+  // Numbers of int4 in a byte each.
+  void put_nibbles(Column c, const int8_t* row) const {
     for (int64_t index = 0; index < panels.depth.num_groups; ++index) {
       unsigned char* to = group(c, index);
-      const int64_t begin = panels.depth.begin(index), size = row != nullptr ? panels.depth.size(index) : 0;
-      const auto number = [&](int64_t k) { return k < size ? row[begin + k] : int8_t{0}; };
-      const auto nibble = [&](int64_t k) { return (number(k) + 8) & 15; };
-      if (w.kind == WeightKind::int4) {
-        for (int64_t k = 0; k < padded; k += 8) {
-          unsigned char* quad = to + nibble_offset(k, c.lane);
-          for (int64_t i = 0; i < 4; ++i) quad[i] = static_cast<unsigned char>(nibble(k + i) | nibble(k + 4 + i) << 4);
-        }
-        continue;
-      }
-      for (int64_t k = 0; k < padded; k += 4) {
-        uint32_t quad = 0;
-        if (k + 4 <= size) {
-          std::memcpy(&quad, row + begin + k, 4);
-        } else {
-          const int8_t numbers[4] = {number(k), number(k + 1), number(k + 2), number(k + 3)};
-          std::memcpy(&quad, numbers, 4);
-        }
-        quad ^= flip;
-        std::memcpy(to + offset(k, c.lane), &quad, 4);
+      const int64_t begin = panels.depth.begin(index), size = panels.depth.size(index);
+      const int64_t padded = panels.depth.steps_per_group * panels.depth.step;
+      auto nibble = [&](int64_t k) { return (row != nullptr && k < size ? row[begin + k] + 8 : 8) & 15; };
+      for (int64_t k = 0; k < padded; k += 8) {
+        unsigned char* quad = to + nibble_offset(k, c.lane);
+        for (int64_t i = 0; i < 4; ++i) quad[i] = static_cast<unsigned char>(nibble(k + i) | nibble(k + 4 + i) << 4);
       }
     }
   }
@@ -126,62 +172,86 @@ void each_output(const Weight& w, const PanelLayout& panels, int64_t begin, int6
   }
 }
 
+// Outputs from `output` on, of `count`, that fill a half of a panel, and are not the last of all: behind these there
+// may be lanes to fill with zeros.
+bool fills_half(const Weight& w, Column column, int64_t output, int64_t count) {
+  const int64_t end = w.is_gated && output < w.n / 2 ? w.n / 2 : w.n;
+  return column.lane % kLanes == 0 && count >= kLanes && end - output > kLanes;
+}
+
+// `sets`: what integers have for each group, or null.
 template <typename Element>
-void pack_plain(const Weight& w, int64_t begin, int64_t count, const Element* rows, int64_t stride) {
+void pack_rows_of(const Weight& w, int64_t begin, int64_t count, const Element* rows, int64_t stride,
+                  const CodedRows* sets = nullptr) {
   const Packer packer(w);
+  const int64_t num_groups = packer.panels.depth.num_groups;
   for (int64_t done = 0; done < count;) {
-    const int64_t output = begin + done;
-    const int64_t end = w.is_gated && output < w.n / 2 ? w.n / 2 : w.n;
-    const Column column = column_of(w, packer.panels, output);
-    // Not the last of all: behind it there may be lanes to fill with zeros.
-    if (column.lane % kLanes == 0 && count - done >= kLanes && end - output > kLanes) {
-      packer.put_half(column, rows + done * stride, stride);
+    const Column column = column_of(w, packer.panels, begin + done);
+    if (fills_half(w, column, begin + done, count - done)) {
+      for (int64_t index = 0; index < num_groups; ++index) packer.put_half(column, rows + done * stride, stride, index);
+      for (int64_t lane = 0; sets != nullptr && lane < kLanes; ++lane) {
+        packer.put_sets(Column{column.panel, column.lane + lane}, *sets, done + lane);
+      }
       done += kLanes;
       continue;
     }
-    each_output(w, packer.panels, output, 1, rows + done * stride, stride,
-                [&](Column c, int64_t, const Element* row) { packer.put_plain(c, row); });
+    each_output(w, packer.panels, begin + done, 1, rows + done * stride, stride,
+                [&](Column c, int64_t, const Element* row) {
+                  for (int64_t index = 0; index < num_groups; ++index) packer.put_row(c, row, index);
+                  if (sets != nullptr) packer.put_sets(c, *sets, row != nullptr ? done : -1);
+                });
     ++done;
   }
 }
 
-// Integers that are multiplied as such. `numbers` are a byte each.
-void pack_integers(const Weight& w, int64_t begin, int64_t count, const int8_t* numbers, int64_t stride, const CodedRows& sets) {
+// Integers that are multiplied as such, in a byte each.
+void pack_numbers(const Weight& w, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const CodedRows& sets) {
+  if (w.kind != WeightKind::int4) return pack_rows_of(w, begin, count, rows, stride, &sets);
   const Packer packer(w);
-  const int64_t num_groups = packer.panels.depth.num_groups, scale_bytes = w.coding.has_half_scales ? 2 : 4;
-  const auto* scales = static_cast<const unsigned char*>(sets.scales);
-  each_output(w, packer.panels, begin, count, numbers, stride, [&](Column c, int64_t i, const int8_t* row) {
-    packer.put_integers(c, row);
-    for (int64_t index = 0; index < num_groups; ++index) {
-      const int64_t at = i * num_groups + index;
-      if (row == nullptr) {
-        packer.put_set(c, index, nullptr, nullptr, nullptr);
-      } else {
-        packer.put_set(c, index, scales + at * scale_bytes, sets.zeros != nullptr ? sets.zeros + at : nullptr,
-                       sets.offsets != nullptr ? sets.offsets + at : nullptr);
-      }
-    }
+  each_output(w, packer.panels, begin, count, rows, stride, [&](Column c, int64_t i, const int8_t* row) {
+    packer.put_nibbles(c, row);
+    packer.put_sets(c, sets, i);
   });
 }
 
-// The same of codes as they are stored.
+// The same as codes.
 void pack_integers(const Weight& w, int64_t begin, int64_t count, const CodedRows& rows) {
   if (w.kind != WeightKind::int4) {
-    return pack_integers(w, begin, count, reinterpret_cast<const int8_t*>(rows.codes), w.k, rows);
+    return pack_numbers(w, begin, count, reinterpret_cast<const int8_t*>(rows.codes), w.k, rows);
   }
-  std::vector<int8_t> numbers(static_cast<size_t>(count * w.k));
-  for (int64_t i = 0; i < count * w.k; i += 2) {
-    numbers[static_cast<size_t>(i)] = static_cast<int8_t>((rows.codes[i / 2] & 15) - 8);
-    numbers[static_cast<size_t>(i + 1)] = static_cast<int8_t>((rows.codes[i / 2] >> 4) - 8);
+  const Packer packer(w);
+  const Depth& depth = packer.panels.depth;
+  const bool is_whole = depth.group % kBlock == 0 && depth.num_groups * depth.group == w.k;
+  std::vector<int8_t> numbers(static_cast<size_t>(w.k));
+  for (int64_t done = 0; done < count;) {
+    const unsigned char* codes = rows.codes + done * w.k / 2;
+    const Column column = column_of(w, packer.panels, begin + done);
+    if (is_whole && fills_half(w, column, begin + done, count - done)) {
+      packer.put_half_of_nibbles(column, codes, w.k / 2);
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        packer.put_sets(Column{column.panel, column.lane + lane}, rows, done + lane);
+      }
+      done += kLanes;
+      continue;
+    }
+    for (int64_t k = 0; k < w.k; k += 2) {
+      numbers[static_cast<size_t>(k)] = static_cast<int8_t>((codes[k / 2] & 15) - 8);
+      numbers[static_cast<size_t>(k + 1)] = static_cast<int8_t>((codes[k / 2] >> 4) - 8);
+    }
+    each_output(w, packer.panels, begin + done, 1, numbers.data(), w.k, [&](Column c, int64_t, const int8_t* row) {
+      packer.put_nibbles(c, row);
+      packer.put_sets(c, rows, row != nullptr ? done : -1);
+    });
+    ++done;
   }
-  pack_integers(w, begin, count, numbers.data(), w.k, rows);
 }
 
-// Writes the codes of one output.
-void put_codes(const Weight& w, const CodedLayout& layout, unsigned char* panel, int64_t lane, const unsigned char* row) {
+// Writes the codes of one output, from input `begin` on, a multiple of a block.
+void put_codes(const Weight& w, const CodedLayout& layout, unsigned char* panel, int64_t lane, const unsigned char* row,
+               int64_t begin) {
   const int64_t half = lane / kLanes, place = lane % kLanes;
   if (bits_of(w.coding.code) == 8) {
-    for (int64_t k = 0; k < w.k; k += 2) {
+    for (int64_t k = begin; k < w.k; k += 2) {
       const int64_t pair = k % kBlock / 2;
       std::memcpy(panel + layout.codes_at(k / kBlock) + (2 * pair + half) * 2 * kLanes + 2 * place, row + k, 2);
     }
@@ -189,7 +259,7 @@ void put_codes(const Weight& w, const CodedLayout& layout, unsigned char* panel,
   }
   const int64_t shift = 4 * (place / (kLanes / 2)), word = 2 * (place % (kLanes / 2));
   const uint32_t kept = ~(0x0f0f0f0fu << shift);
-  for (int64_t k = 0; k < w.k; k += 8) {  // the nibbles of four pairs
+  for (int64_t k = begin; k < w.k; k += 8) {  // the nibbles of four pairs
     uint32_t both, words[2];
     std::memcpy(&both, row + k / 2, 4);
     unsigned char* to = panel + layout.codes_at(k / kBlock) + (k % kBlock / 8 * 2 + half) * kHalfBytes + word * 4;
@@ -198,6 +268,58 @@ void put_codes(const Weight& w, const CodedLayout& layout, unsigned char* panel,
     words[1] = (words[1] & kept) | (both >> 4 & 0x0f0f0f0fu) << shift;
     std::memcpy(to, words, 8);
   }
+}
+
+// A block of 8-bit codes of a half: 16 pairs of each lane. `to` is where the half's first pair lies.
+void put_block_of_bytes(unsigned char* to, const unsigned char* rows, int64_t row_bytes) {
+  for (int64_t lane = 0; lane < kLanes; lane += 8) {
+    for (int64_t k = 0; k < kBlock; k += 16) {
+      __m128i top[4], bottom[4];  // word i, two pairs, of four lanes each
+      load_transposed(rows + lane * row_bytes + k, row_bytes, top);
+      load_transposed(rows + (lane + 4) * row_bytes + k, row_bytes, bottom);
+      const __m128i apart = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+      for (int64_t i = 0; i < 4; ++i) {
+        const __m128i a = _mm_shuffle_epi8(top[i], apart), b = _mm_shuffle_epi8(bottom[i], apart);
+        unsigned char* pair = to + (k / 2 + 2 * i) * 4 * kLanes + 2 * lane;
+        put(pair, _mm_unpacklo_epi64(a, b));
+        put(pair + 4 * kLanes, _mm_unpackhi_epi64(a, b));
+      }
+    }
+  }
+}
+
+// The same of 4-bit codes: a byte has one of a lane and one of the lane half a vector on.
+void put_block_of_nibbles(unsigned char* to, const unsigned char* rows, int64_t row_bytes) {
+  const __m128i low = _mm_set1_epi8(15), high = _mm_set1_epi8(static_cast<char>(0xf0));
+  for (int64_t lane = 0; lane < kLanes / 2; lane += 4) {
+    __m128i first[4], second[4];
+    load_transposed(rows + lane * row_bytes, row_bytes, first);
+    load_transposed(rows + (lane + kLanes / 2) * row_bytes, row_bytes, second);
+    for (int64_t i = 0; i < 4; ++i) {
+      const __m128i even = _mm_or_si128(_mm_and_si128(first[i], low),
+                                        _mm_slli_epi32(_mm_and_si128(second[i], low), 4));
+      const __m128i odd = _mm_or_si128(_mm_and_si128(_mm_srli_epi32(first[i], 4), low), _mm_and_si128(second[i], high));
+      unsigned char* words = to + 2 * i * kHalfBytes + 8 * lane;
+      put(words, _mm_unpacklo_epi32(even, odd));
+      put(words + 16, _mm_unpackhi_epi32(even, odd));
+    }
+  }
+}
+
+// Writes the codes of `count` outputs from a lane on: one, or those of a whole half.
+void put_codes_of(const Weight& w, const CodedLayout& layout, unsigned char* panel, int64_t lane, int64_t count,
+                  const unsigned char* rows) {
+  const int64_t bits = bits_of(w.coding.code), row_bytes = w.k * bits / 8;
+  const int64_t whole = count == kLanes ? w.k / kBlock : 0;
+  for (int64_t block = 0; block < whole; ++block) {
+    unsigned char* to = panel + layout.codes_at(block);
+    if (bits == 8) {
+      put_block_of_bytes(to + lane * 2, rows + block * kBlock, row_bytes);
+    } else {
+      put_block_of_nibbles(to + lane / kLanes * kHalfBytes, rows + block * kBlock / 2, row_bytes);
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) put_codes(w, layout, panel, lane + i, rows + i * row_bytes, whole * kBlock);
 }
 
 float from_bf16(const unsigned char* at) {
@@ -249,15 +371,15 @@ int64_t weight_bytes(const Weight& w) {
 int64_t pack_granularity() { return linear::kPanel; }
 
 void pack_bf16(const Weight& w, int64_t begin, int64_t count, const uint16_t* rows, int64_t stride) {
-  linear::pack_plain(w, begin, count, rows, stride);
+  linear::pack_rows_of(w, begin, count, rows, stride);
 }
 
 void pack_f32(const Weight& w, int64_t begin, int64_t count, const float* rows, int64_t stride) {
-  linear::pack_plain(w, begin, count, rows, stride);
+  linear::pack_rows_of(w, begin, count, rows, stride);
 }
 
 void pack_integers(const Weight& w, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales) {
-  linear::pack_integers(w, begin, count, rows, stride, {nullptr, scales, nullptr, nullptr});
+  linear::pack_numbers(w, begin, count, rows, stride, {nullptr, scales, nullptr, nullptr});
 }
 
 int64_t coded_bits(const Weight& w) {
@@ -272,16 +394,24 @@ void pack_codes(const Weight& w, int64_t begin, int64_t count, const CodedRows& 
   const int64_t row_bytes = w.k * linear::bits_of(w.coding.code) / 8;
   const int64_t num_stored = w.group > 0 ? w.k / w.group : 1;
   const int64_t scale_bytes = w.coding.has_half_scales ? 2 : 4;
-  for (int64_t i = 0; i < count; ++i) {
-    const Column column = linear::column_of(w, panels, begin + i);
+  for (int64_t done = 0, num_rows; done < count; done += num_rows) {
+    const Column column = linear::column_of(w, panels, begin + done);
+    num_rows = linear::fills_half(w, column, begin + done, count - done) ? kLanes : 1;
     unsigned char* panel = w.data + column.panel * layout.panel_bytes;
-    linear::put_codes(w, layout, panel, column.lane, rows.codes + i * row_bytes);
+    linear::put_codes_of(w, layout, panel, column.lane, num_rows, rows.codes + done * row_bytes);
     for (int64_t set = 0; set < num_stored * layout.repeats; ++set) {
       unsigned char* to = panel + layout.set_at(set / layout.sets_per_unit, set % layout.sets_per_unit);
-      const int64_t from = i * num_stored + set / layout.repeats;
-      std::memcpy(to + column.lane * scale_bytes, static_cast<const char*>(rows.scales) + from * scale_bytes, scale_bytes);
-      if (w.coding.has_zeros) to[layout.zeros_at + column.lane] = static_cast<unsigned char>(rows.zeros[from]);
-      if (w.coding.has_offsets) std::memcpy(to + layout.offsets_at + column.lane * 4, rows.offsets + from, 4);
+      int64_t from = done * num_stored + set / layout.repeats;
+      for (int64_t lane = column.lane; lane < column.lane + num_rows; ++lane, from += num_stored) {
+        const char* scale = static_cast<const char*>(rows.scales) + from * scale_bytes;
+        if (scale_bytes == 2) {
+          std::memcpy(to + lane * 2, scale, 2);
+        } else {
+          std::memcpy(to + lane * 4, scale, 4);
+        }
+        if (w.coding.has_zeros) to[layout.zeros_at + lane] = static_cast<unsigned char>(rows.zeros[from]);
+        if (w.coding.has_offsets) std::memcpy(to + layout.offsets_at + lane * 4, rows.offsets + from, 4);
+      }
     }
   }
 }
