@@ -23,6 +23,8 @@ from typing import Any
 
 from common import foreign_cores, output_flags, publish
 
+from sagellm.engines.testing.gguf import copy_as_gguf
+
 PEERS = ("llamacpp",)
 _RUNNERS = Path(__file__).parent / "peers"
 _PROMPT = "What is a KV cache?"
@@ -53,8 +55,10 @@ def commands(model: Path | None, peer: tuple[str, str] | None) -> dict[str, list
         found[model.name] = [*ours, "--model", str(model)]
     if peer is not None and model is not None:
         name, python = peer
-        runner = [python, "-W", "ignore", str(_RUNNERS / f"first_byte_{name}.py"), str(model.resolve())]
-        subprocess.run([*runner, "--prepare"], stdout=subprocess.DEVNULL, check=True)
+        copy = model.with_name(f"{model.name}-gguf-bf16.gguf")
+        if not copy.exists():
+            copy_as_gguf(model, copy, "BF16")
+        runner = [python, "-W", "ignore", str(_RUNNERS / f"first_byte_{name}.py"), str(copy.resolve())]
         found[f"{name}, {model.name}"] = runner
     return found
 

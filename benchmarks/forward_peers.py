@@ -1,10 +1,10 @@
 """The forward pass beside its peers', on this machine, one after the other.
 
-python benchmarks/forward_peers.py MODEL --peer vllm=PYTHON --peer llamacpp=PYTHON --peer transformers=PYTHON
+python benchmarks/forward_peers.py MODEL --peer vllm=PYTHON --peer llamacpp=PYTHON --peer openvino=PYTHON
 
 MODEL is a random-weight checkpoint of the Qwen3-0.6B shape; it is made if it is not there. Each engine runs
-in a process of its own, from the environment of that interpreter (ours, and transformers without `=PYTHON`,
-from this one), and gets the same token ids:
+in a process of its own, from the environment of that interpreter (ours, and `--peer transformers` without
+one, from this), and gets the same token ids:
 
     decode      prompt 128, output 128, one request: tokens/s between its first and last token
     decode_256  the same behind a prompt of 192, so that the context is 256 in the mean
@@ -17,10 +17,11 @@ measured before and after each engine. Ours first gets the idle time that a serv
 request, in which it allocates KV; the others do that as they start. The result is kept in
 `benchmarks/results/forward-KIND-Ncore.json`.
 
-`--formats bf16 int8 int8-kv8 int4` are our quantizers, `int8-kv8` with KV in 8 bits; vLLM gets
-compressed-tensors copies (W8A8, W4A16; KV in FP8), llama.cpp converts to GGUF and quantizes to Q8_0 and
-Q4_0, by `gguf` and `llama_cpp` of its environment (`pip install llama-cpp-python gguf`). transformers runs
-bf16 alone. A measurement is not repeated once it has taken a minute.
+`bf16 int8 int8-kv8 int4` of `--formats` are each engine's own way: our quantizers as they load, `int8-kv8`
+with KV in 8 bits; for vLLM W8A8 and W4A16 (KV in FP8), for llama.cpp Q8_0 and Q4_0, for OpenVINO copies of
+optimum-intel; transformers runs bf16 alone. The others are one file or directory that several engines read:
+`w8a8 w4a8 w4a16` as `sagellm quantize` writes them, for vLLM too, and `gguf-q8_0 gguf-q4_0 gguf-q4_k_m` as
+llama.cpp's own quantizer does. A measurement is not repeated once it has taken a minute.
 """
 
 from __future__ import annotations
@@ -39,14 +40,20 @@ from make_model import ensure
 
 from sagellm.core import PluginRegistry
 from sagellm.engines.machine import describe_machine
+from sagellm.engines.testing.gguf import copy_as_gguf
 
-FORMATS = ("bf16", "int8", "int8-kv8", "int4")
-SUPPORTED = {
-    "sagellm": FORMATS,
-    "vllm": FORMATS,
-    "llamacpp": ("bf16", "int8", "int4"),
-    "transformers": ("bf16",),
+_AS_IS = "MODEL"
+_SAVED = {"w8a8": "w8a8", "w4a8": "w4a8", "w4a16": "int4"}
+_GGUF = {name: name for name in ("gguf-q8_0", "gguf-q4_0", "gguf-q4_k_m")}
+# The copy of the model that an engine reads, by format; of all but MODEL, `_copy` knows how it is written.
+SUPPORTED: dict[str, dict[str, str]] = {
+    "sagellm": {**dict.fromkeys(("bf16", "int8", "int8-kv8", "int4"), _AS_IS), **_SAVED, **_GGUF},
+    "vllm": {"bf16": _AS_IS, "int8": "w8a8", "int8-kv8": "w8a8", "int4": "int4", **_SAVED},
+    "llamacpp": {"bf16": "gguf-bf16", "int8": "gguf-q8_0", "int4": "gguf-q4_0", **_GGUF},
+    "openvino": {name: f"openvino-{name}" for name in ("bf16", "int8", "int4")},
+    "transformers": {"bf16": _AS_IS},
 }
+FORMATS = tuple(SUPPORTED["sagellm"])
 _RUNNERS = Path(__file__).parent / "peers"
 _KINDS = {"amx_bf16": "amx", "avx512_bf16": "avx512", "avx2": "avx2"}
 
@@ -67,12 +74,16 @@ def main() -> None:
     }
     if options.add and path.exists():
         result["runs"] = json.loads(path.read_text(encoding="utf-8"))["runs"]
-    formats = {**SUPPORTED, "sagellm": _own_formats()}
-    for name, python in {"sagellm": sys.executable, **dict(options.peer)}.items():
+    quantizers = _missing_quantizers()
+    engines = {"sagellm": sys.executable, **dict(options.peer)}
+    for name, python in engines.items():
         if options.only and name not in options.only:
             continue
-        for number_format in (one for one in options.formats if one in formats[name]):
-            run = _measure(name, python, model, number_format, options)
+        for number_format in (one for one in options.formats if one in SUPPORTED[name]):
+            if name == "sagellm" and number_format in quantizers:
+                continue
+            copy = _copy(SUPPORTED[name][number_format], model, options.copies or model.parent, engines)
+            run = _measure(name, python, copy, number_format, options)
             result["runs"] = [one for one in result["runs"] if not _is_same(one, run)] + [run]
             save(path, json.dumps({**result, "machine": machine}, indent=1) + "\n")
             print(_line(run), flush=True)
@@ -99,27 +110,57 @@ def _options() -> argparse.Namespace:
 def _peer(text: str) -> tuple[str, str]:
     name, _, python = text.partition("=")
     if name not in SUPPORTED or name == "sagellm":
-        raise argparse.ArgumentTypeError(f"{text!r} is not a peer; there are vllm, llamacpp, transformers")
+        peers = ", ".join(one for one in SUPPORTED if one != "sagellm")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a peer; there are {peers}")
     return name, python or sys.executable
 
 
-def _own_formats() -> tuple[str, ...]:
-    """Return the formats that an installed quantizer makes, and bf16."""
+def _missing_quantizers() -> set[str]:
+    """Return our formats whose quantizer is not installed."""
     installed = {entry.provider.name for entry in PluginRegistry.load().providers("quantizer")}
-    return tuple(one for one in FORMATS if one == "bf16" or one.partition("-")[0] in installed)
+    return {one for one in ("int8", "int8-kv8", "int4") if one.partition("-")[0] not in installed}
+
+
+def _copy(copy: str, model: Path, copies: Path, engines: dict[str, str]) -> Path:
+    """Return a copy of the model, written unless it is there."""
+    if copy == _AS_IS:
+        return model
+    kind, _, number_format = copy.partition("-")
+    copies.mkdir(parents=True, exist_ok=True)
+    target = copies / f"{model.name}-{copy}{'.gguf' if kind == 'gguf' else ''}"
+    if target.exists():
+        return target
+    partial = target.with_name(f"partial-{target.name}")  # an interrupted one is written again
+    if copy == "gguf-bf16":
+        copy_as_gguf(model, partial, "BF16")
+    elif kind == "gguf":
+        plain = _copy("gguf-bf16", model, copies, engines)
+        _write("llamacpp", engines, {"model": str(plain), "target": str(partial), "format": copy})
+    elif kind == "openvino":
+        _write(kind, engines, {"model": str(model), "target": str(partial), "format": number_format})
+    else:
+        quantize = "from sagellm.engines.cli import main_llm; main_llm()"
+        arguments = ["quantize", str(model), "--format", copy, "--output", str(partial)]
+        subprocess.run([sys.executable, "-c", quantize, *arguments], check=True)
+    partial.rename(target)
+    return target
+
+
+def _write(name: str, engines: dict[str, str], order: dict[str, Any]) -> None:
+    """Let a peer write a copy in its own environment."""
+    if name not in engines:
+        sys.exit(f"{order['format']} is written by {name}; add --peer {name}=PYTHON")
+    _run(engines[name], f"forward_{name}.py", {**order, "threads": os.cpu_count()})
 
 
 def _measure(
     name: str, python: str, model: Path, number_format: str, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Run one engine in a process of its own, between two measurements of the machine."""
-    copies = options.copies or model.parent
-    copies.mkdir(parents=True, exist_ok=True)
     before = _limits(options.threads)
     order = {
         "model": str(model.resolve()),
         "format": number_format,
-        "copies": str(copies.resolve()),
         "threads": options.threads,
         "rounds": options.rounds,
         "phases": options.phases,
@@ -149,7 +190,7 @@ def _run(python: str, script: str, order: dict[str, Any]) -> dict[str, Any]:
         if done.returncode:
             log.seek(0)
             sys.exit(f"{script} ended with {done.returncode}:\n{log.read()[-3000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return dict(json.loads(done.stdout.splitlines()[-1])) if done.stdout else {}
 
 
 def _limits(threads: int) -> dict[str, float | str]:

@@ -432,8 +432,13 @@ def table(folder: Path = RESULTS) -> str:
     return "\n" + "\n".join(tables) + "\n"
 
 
-ENGINES = {"sagellm": "sageLLM", "vllm": "vLLM", "llamacpp": "llama.cpp", "transformers": "transformers"}
+ENGINES = {
+    **{"sagellm": "sageLLM", "vllm": "vLLM", "llamacpp": "llama.cpp", "openvino": "OpenVINO"},
+    "transformers": "transformers",
+}
 FORMATS = {"bf16": "bf16", "int8": "int8", "int8-kv8": "int8, 8-bit KV", "int4": "int4"}
+FORMATS |= {"w8a8": "W8A8", "w4a8": "W4A8", "w4a16": "W4A16"}
+FORMATS |= {"gguf-q8_0": "GGUF Q8_0", "gguf-q4_0": "GGUF Q4_0", "gguf-q4_k_m": "GGUF Q4_K_M"}
 MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "one request": lambda figures: figures["decode_tokens_per_s"]["median"],
     "32 requests": lambda figures: figures["batch_32_tokens_per_s"]["median"],
@@ -448,14 +453,16 @@ def forward_table(folder: Path = RESULTS) -> str:
     results = sorted(found, key=lambda result: [*CPUS, result["kind"]].index(result["kind"]))
     if not results:
         return ""
+    measured = {run["engine"] for result in results for run in result["runs"]}
+    engines = [name for name in ENGINES if name in measured]
     lines = [
         "Tokens per second of a Qwen3-0.6B shape (random weights), one engine after the other on the same "
         "machine:\n",
-        f"| CPU | weights | load | {' | '.join(ENGINES.values())} |",
-        "|---|---|---|" + "---|" * len(ENGINES),
+        f"| CPU | weights | load | {' | '.join(ENGINES[name] for name in engines)} |",
+        "|---|---|---|" + "---|" * len(engines),
     ]
     for result in results:
-        lines += _forward_rows(result)
+        lines += _forward_rows(result, engines)
     notes = [
         f"{CPUS.get(result['kind'], result['kind'])}: {machine(result['machine'])}, reads {_reads(result)}; "
         f"`python benchmarks/{result['command']}`"
@@ -464,19 +471,19 @@ def forward_table(folder: Path = RESULTS) -> str:
     return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
 
 
-def _forward_rows(result: dict[str, Any]) -> list[str]:
+def _forward_rows(result: dict[str, Any], engines: list[str]) -> list[str]:
     """Return a line for each format and load that was measured, the fastest engine in bold."""
     by_run = {(run["engine"], run["format"]): run["figures"] for run in result["runs"]}
     rows = []
     for number_format, shown in FORMATS.items():
         for load, read in MEASURES.items():
             values = {}
-            for engine in ENGINES:
+            for engine in engines:
                 with suppress(KeyError):
                     values[engine] = read(by_run[engine, number_format])
             if not values:
                 continue
-            cells = _cells(values, ENGINES)
+            cells = _cells(values, engines)
             cpu = CPUS.get(result["kind"], result["kind"])
             rows.append(f"| {cpu} | {shown} | {load} | {' | '.join(cells)} |")
     return rows

@@ -44,7 +44,7 @@ NOT_RUN = {
     "python benchmarks/host_step.py --peer vllm=ENV/bin/python": PEERS,
     "python benchmarks/first_byte.py MODEL --peer llamacpp=ENV/bin/python": PEERS,
     "python benchmarks/forward_peers.py MODEL --peer vllm=ENV/bin/python --peer llamacpp=ENV/bin/python "
-    "--peer transformers": PEERS,
+    "--peer openvino=ENV/bin/python --peer transformers": PEERS,
     "sage llm bench peers --model MODEL --workload mixed --duration 300 --num-blocks 2000 "
     "--peer vllm=ENV/bin/python": PEERS,
     "sage llm bench peers --model MODEL --rate 1.5 --peer vllm=http://127.0.0.1:9000/v1 "

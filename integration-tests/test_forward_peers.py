@@ -1,4 +1,4 @@
-"""The runners of `benchmarks/forward_peers.py`: ours as a process, and what peers' copies are made of."""
+"""The runners of `benchmarks/forward_peers.py`: ours as a process, and the copies that engines share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from sagellm.engines.loading import SafetensorsFormat
 from sagellm.engines.loading.gguf import GGUFFormat
@@ -17,8 +16,7 @@ from sagellm.engines.testing import make_checkpoint
 PEERS = Path(__file__).parents[1] / "benchmarks" / "peers"
 sys.path += [str(PEERS), str(PEERS.parent)]
 
-import forward_llamacpp  # noqa: E402
-import forward_vllm  # noqa: E402
+import forward_peers  # noqa: E402
 import forward_workload  # noqa: E402
 import gguf_file  # noqa: E402
 
@@ -64,28 +62,27 @@ def test_a_gguf_file_for_comparisons_is_the_checkpoint(tmp_path, capsys):
     assert weights.keys() == SafetensorsFormat().open(path).weights.tensors.keys()
 
 
-def test_every_tensor_of_a_checkpoint_has_a_name_in_gguf(tmp_path):
-    path = make_checkpoint(tmp_path / "m", family="qwen3", seed=0, dtype="bfloat16")
-    tensors = forward_llamacpp._read_bf16(path / "model.safetensors")
-    names = {forward_llamacpp.gguf_name(name) for name in tensors}
-    assert len(names) == len(tensors)
-    assert {
-        "token_embd.weight",
-        "output_norm.weight",
-        "blk.1.ffn_down.weight",
-        "blk.0.attn_q_norm.weight",
-    } <= names
-    with pytest.raises(KeyError):
-        forward_llamacpp.gguf_name("model.layers.0.self_attn.rotary.weight")
+def test_engines_that_share_a_format_read_one_copy():
+    engines = forward_peers.SUPPORTED
+    assert engines["sagellm"]["gguf-q4_0"] == engines["llamacpp"]["gguf-q4_0"] == engines["llamacpp"]["int4"]
+    assert engines["sagellm"]["w8a8"] == engines["vllm"]["w8a8"] == engines["vllm"]["int8"]
 
 
-def test_four_bits_unpack_to_what_was_rounded():
-    weight = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
-    parts = forward_vllm._by_group(weight)
-    packed = parts["weight_packed"].long() & 0xFFFFFFFF
-    values = torch.stack([(packed >> (4 * place)) & 15 for place in range(8)], dim=-1).view(4, 2, 128) - 8
-    restored = values * parts["weight_scale"].float()[..., None]
-    assert (restored.view(4, 256) - weight).abs().max() <= 0.51 * parts["weight_scale"].float().max()
+def test_a_copy_is_written_once_and_loads(tmp_path):
+    model = make_checkpoint(tmp_path / "m", family="qwen3", seed=0, dtype="bfloat16")
+    path = forward_peers._copy("gguf-bf16", model, tmp_path, {})
+    assert path == tmp_path / "m-gguf-bf16.gguf"
+    written = path.stat().st_mtime_ns
+    assert forward_peers._copy("gguf-bf16", model, tmp_path, {}).stat().st_mtime_ns == written
+    tensors = GGUFFormat().open(path).weights.tensors
+    assert tensors.keys() == SafetensorsFormat().open(model).weights.tensors.keys()
+
+
+def test_a_copy_that_a_peer_writes_names_the_peer(tmp_path):
+    with pytest.raises(SystemExit, match="gguf-q8_0 is written by llamacpp; add --peer llamacpp=PYTHON"):
+        forward_peers._copy(
+            "gguf-q8_0", make_checkpoint(tmp_path / "m", family="qwen3", dtype="bfloat16"), tmp_path, {}
+        )
 
 
 @pytest.mark.full  # loads an engine in a process of its own
@@ -94,7 +91,7 @@ def test_our_runner_measures_and_prints_one_line(tmp_path):
         tmp_path / "m", family="qwen3", seed=0, dtype="bfloat16", max_position_embeddings=4096
     )
     order = {
-        "model": str(path), "format": "bf16", "copies": str(tmp_path), "threads": 1, "rounds": 1,
+        "model": str(path), "format": "bf16", "threads": 1, "rounds": 1,
         "phases": ["decode", "ttft_512", "ttft_cached", "batch_16"],
     }  # fmt: skip
     command = [sys.executable, str(PEERS / "forward_sagellm.py"), json.dumps(order)]

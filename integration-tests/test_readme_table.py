@@ -49,11 +49,11 @@ def test_a_kept_run_beside_peers_becomes_rows_and_the_fastest_stands_out(readme_
         result = {"kind": kind, "command": "forward_peers.py M", "runs": runs, "machine": machine}
         (tmp_path / f"forward-{kind}.json").write_text(json.dumps(result))
     lines = readme_table.forward_table(tmp_path).splitlines()
-    assert "| Intel, AMX | bf16 | one request | **25.0** | 16.8 | – | – |" in lines
-    assert "| AMD Zen 3, AVX2 | int8 | one request | – | – | **40.0** | – |" in lines
-    assert "| AMD Zen 3, AVX2 | int8 | prompt of 512 | – | – | **1,024** | – |" in lines
+    assert "| Intel, AMX | bf16 | one request | **25.0** | 16.8 | – |" in lines
+    assert "| AMD Zen 3, AVX2 | int8 | one request | – | – | **40.0** |" in lines
+    assert "| AMD Zen 3, AVX2 | int8 | prompt of 512 | – | – | **1,024** |" in lines
     assert not [line for line in lines if "32 requests" in line or "int4" in line]
-    assert lines.index("| Intel, AMX | bf16 | one request | **25.0** | 16.8 | – | – |") == 4
+    assert lines.index("| Intel, AMX | bf16 | one request | **25.0** | 16.8 | – |") == 4
     assert any("reads 30–34 GB/s; `python benchmarks/forward_peers.py M`" in line for line in lines)
 
 

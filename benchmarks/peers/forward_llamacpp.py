@@ -1,4 +1,4 @@
-"""llama.cpp by its Python bindings, a `llama_decode` for each step. Needs llama_cpp, gguf and numpy.
+"""llama.cpp by its Python bindings, a `llama_decode` for each step. Needs llama_cpp and numpy.
 
 GCC 12 drops stores to the tile configuration of llama.cpp's AMX kernels, which then crash with quantized
 weights. On a CPU with AMX, build with CMAKE_ARGS="-DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'".
@@ -6,7 +6,6 @@ weights. On a CPU with AMX, build with CMAKE_ARGS="-DCMAKE_CXX_FLAGS='-fno-tree-
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from forward_workload import Engine, run
 _BATCH = 2048
 _CONTEXT = 2560
 _F16 = 1
-_FILE_TYPES = {"int8": 7, "int4": 2}  # llama.h: MOSTLY_Q8_0, MOSTLY_Q4_0
+_FILE_TYPES = {"gguf-q8_0": 7, "gguf-q4_0": 2, "gguf-q4_k_m": 15}  # llama.h: MOSTLY_Q8_0 and so on
 
 
 class LlamaCpp:
@@ -27,7 +26,7 @@ class LlamaCpp:
 
         self._lib, self._threads = llama_cpp, order["threads"]
         llama_cpp.llama_backend_init()
-        path = gguf_file(Path(order["model"]), Path(order["copies"]), order["format"])
+        path = Path(order["model"])
         parameters = llama_cpp.llama_model_default_params()
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
         if not self._model:
@@ -118,110 +117,20 @@ class LlamaCpp:
         return found
 
 
-def gguf_file(model: Path, copies: Path, number_format: str) -> Path:
-    """Return the model as a GGUF file in this format, made of the checkpoint unless it is there."""
-    plain = copies / f"{model.name}-bf16.gguf"
-    if not plain.exists():
-        write_gguf(model, plain)
-    if number_format == "bf16":
-        return plain
-    import llama_cpp
-
-    target = copies / f"{model.name}-{number_format}.gguf"
-    if not target.exists():
-        parameters = llama_cpp.llama_model_quantize_default_params()
-        parameters.ftype = _FILE_TYPES[number_format]
-        if llama_cpp.llama_model_quantize(str(plain).encode(), str(target).encode(), parameters):
-            raise RuntimeError(f"llama.cpp does not quantize {plain}")
-    return target
-
-
-# What a tensor of a Qwen3 checkpoint is called in GGUF, behind `blk.N.` for those of a layer.
-_OF_MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_OF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def write_gguf(model: Path, target: Path) -> None:
-    """Write a Qwen3 checkpoint as GGUF: matrices as bf16, norms as float32, no vocabulary but its size.
-
-    Only what the benchmark needs: it sends token ids, so the file has no tokenizer.
-    """
-    import gguf
-    import numpy
-
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    partial = target.with_suffix(".partial")
-    writer = gguf.GGUFWriter(partial, "qwen3")
-    rope = config.get("rope_parameters") or {}
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(float(config.get("rope_theta") or rope["rope_theta"]))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
-    for name, bits in _read_bf16(model / "model.safetensors").items():
-        if bits.ndim == 1:
-            floats = (bits.astype(numpy.uint32) << 16).view(numpy.float32)
-            writer.add_tensor(gguf_name(name), floats)
-        else:
-            as_bytes = bits.view(numpy.uint8)
-            writer.add_tensor(gguf_name(name), as_bytes, raw_dtype=gguf.GGMLQuantizationType.BF16)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    partial.rename(target)
-
-
-def gguf_name(name: str) -> str:
-    """Return GGUF's name of a tensor. Raises KeyError for one that Qwen3 does not have."""
-    stem = name.removesuffix(".weight")
-    if stem in _OF_MODEL:
-        return f"{_OF_MODEL[stem]}.weight"
-    layer, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_OF_LAYER[part]}.weight"
-
-
-def _read_bf16(path: Path) -> dict[str, Any]:
-    """Map a safetensors file of bf16 tensors; each one as an array of its 16 bits."""
-    import numpy
-
-    data = numpy.memmap(path, mode="r", dtype=numpy.uint8)
-    num_header = int(data[:8].view(numpy.uint64)[0])
-    header = json.loads(bytes(data[8 : 8 + num_header]))
-    found = {}
-    for name, about in header.items():
-        if name == "__metadata__":
-            continue
-        if about["dtype"] != "BF16":
-            raise ValueError(f"{path}: {name} is {about['dtype']}; only bf16 is converted")
-        begin, end = (8 + num_header + offset for offset in about["data_offsets"])
-        found[name] = numpy.frombuffer(data[begin:end], dtype=numpy.uint16).reshape(about["shape"])
-    return found
-
-
 def load(order: dict[str, Any]) -> Engine:
     """Load the model."""
     return LlamaCpp(order)
 
 
+def write(model: Path, target: Path, number_format: str) -> None:
+    """Quantize a GGUF file. Raises RuntimeError if llama.cpp cannot."""
+    import llama_cpp
+
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = _FILE_TYPES[number_format]
+    if llama_cpp.llama_model_quantize(str(model).encode(), str(target).encode(), parameters):
+        raise RuntimeError(f"llama.cpp does not quantize {model}")
+
+
 if __name__ == "__main__":
-    run(load)
+    run(load, write)

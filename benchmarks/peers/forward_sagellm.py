@@ -1,4 +1,4 @@
-"""Ours, in this process."""
+"""Ours, in this process; formats without settings are the checkpoint's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from forward_workload import Engine, run
 
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "bf16": {},
     "int8": {"quantization": "int8"},
     "int8-kv8": {"quantization": "int8", "kv_cache_dtype": "int8"},
     "int4": {"quantization": "int4"},
@@ -32,7 +31,7 @@ class SageLLM:
             num_blocks=_KV_TOKENS // 16,
             max_model_len=4096,
             max_num_batched_tokens=2048,
-            **_SETTINGS[order["format"]],
+            **_SETTINGS.get(order["format"], {}),
         )
         self.about = {
             "version": __version__,

@@ -40,11 +40,20 @@ def read_order() -> dict[str, Any]:
     return dict(json.loads(sys.argv[1]))
 
 
-def run(load: Callable[[dict[str, Any]], Engine]) -> None:
-    """Load the engine, measure, and print one line of JSON; what the engine prints goes to the errors."""
+def run(
+    load: Callable[[dict[str, Any]], Engine], write: Callable[[Path, Path, str], None] | None = None
+) -> None:
+    """Load the engine, measure, and print one line of JSON; what the engine prints goes to the errors.
+
+    An order with a target is for `write`, which makes a copy of the model there in a format.
+    """
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     order = read_order()
+    if order.get("target"):
+        assert write is not None, "asked of runners that write copies"
+        write(Path(order["model"]), Path(order["target"]), order["format"])
+        return
     engine = load(order)
     load_s = time.perf_counter() - STARTED_S
     engine.one(_prompt("first", 16), 1)
