@@ -21,7 +21,8 @@ request, in which it allocates KV; the others do that as they start. The result 
 with KV in 8 bits; for vLLM W8A8 and W4A16 (KV in FP8), for llama.cpp Q8_0 and Q4_0, for OpenVINO copies of
 optimum-intel; transformers runs bf16 alone. The others are one file or directory that several engines read:
 `w8a8 w4a8 w4a16` as `sagellm quantize` writes them, for vLLM too, and `gguf-q8_0 gguf-q4_0 gguf-q4_k_m` as
-llama.cpp's own quantizer does. A measurement is not repeated once it has taken a minute.
+llama.cpp's own quantizer does; `-a8` behind them is ours with activations rounded to 8 bits, as llama.cpp
+and OpenVINO round them. A measurement is not repeated once it has taken a minute.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ from sagellm.engines.testing.gguf import copy_as_gguf
 _AS_IS = "MODEL"
 _SAVED = {"w8a8": "w8a8", "w4a8": "w4a8", "w4a16": "int4"}
 _GGUF = {name: name for name in ("gguf-q8_0", "gguf-q4_0", "gguf-q4_k_m")}
+_ROUNDED = {f"{name}-a8": copy for name, copy in {**_GGUF, "w4a16": "int4"}.items()}
 # The copy of the model that an engine reads, by format; of all but MODEL, `_copy` knows how it is written.
 SUPPORTED: dict[str, dict[str, str]] = {
-    "sagellm": {**dict.fromkeys(("bf16", "int8", "int8-kv8", "int4"), _AS_IS), **_SAVED, **_GGUF},
+    "sagellm": {**dict.fromkeys(("bf16", "int8", "int8-kv8", "int4"), _AS_IS), **_SAVED, **_GGUF, **_ROUNDED},
     "vllm": {"bf16": _AS_IS, "int8": "w8a8", "int8-kv8": "w8a8", "int4": "int4", **_SAVED},
     "llamacpp": {"bf16": "gguf-bf16", "int8": "gguf-q8_0", "int4": "gguf-q4_0", **_GGUF},
     "openvino": {name: f"openvino-{name}" for name in ("bf16", "int8", "int4")},

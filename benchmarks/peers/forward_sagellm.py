@@ -15,6 +15,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 _KV_TOKENS = 32 * 400  # 32 sequences of 384 tokens, and what is cached beside them
 
 
+def _settings(number_format: str) -> dict[str, Any]:
+    return {"activations": "int8"} if number_format.endswith("-a8") else _SETTINGS.get(number_format, {})
+
+
 class SageLLM:
     """Drives `LLMEngine` step by step."""
 
@@ -31,7 +35,7 @@ class SageLLM:
             num_blocks=_KV_TOKENS // 16,
             max_model_len=4096,
             max_num_batched_tokens=2048,
-            **_SETTINGS.get(order["format"], {}),
+            **_settings(order["format"]),
         )
         self.about = {
             "version": __version__,
