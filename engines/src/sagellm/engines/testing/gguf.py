@@ -32,7 +32,7 @@ Tensor = tuple[str, tuple[int, ...], npt.NDArray[np.uint8]]
 
 
 def write_gguf(path: Path, entries: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a file of version 3. Texts are str, integers become u32 and floats f32, in lists too."""
+    """Write a file of version 3. Texts are str, floats f32, integers u32, in lists i32, as in llama.cpp."""
     with path.open("wb") as file:
         file.write(b"GGUF" + pack("<IQQ", 3, len(tensors), len(entries)))
         for name, value in entries.items():
@@ -58,6 +58,8 @@ def _text(text: str) -> bytes:
 
 def _value(value: Any) -> bytes:
     if isinstance(value, list):
+        if value and type(value[0]) is int:
+            return pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
         kind = _value(value[0] if value else "")[:4]
         return pack("<I", 9) + kind + pack("<Q", len(value)) + b"".join(_value(each)[4:] for each in value)
     if isinstance(value, str):
