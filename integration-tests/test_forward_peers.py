@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from struct import pack
 
 import pytest
 
@@ -74,6 +75,8 @@ def test_a_copy_is_written_once_and_loads(tmp_path):
     assert path == tmp_path / "m-gguf-bf16.gguf"
     written = path.stat().st_mtime_ns
     assert forward_peers._copy("gguf-bf16", model, tmp_path, {}).stat().st_mtime_ns == written
+    kinds = b"tokenizer.ggml.token_type" + pack("<II", 9, 5)  # a list of i32: llama.cpp loads no other
+    assert kinds in path.read_bytes()
     tensors = GGUFFormat().open(path).weights.tensors
     assert tensors.keys() == SafetensorsFormat().open(model).weights.tensors.keys()
 
