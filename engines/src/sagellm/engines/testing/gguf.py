@@ -32,7 +32,7 @@ Tensor = tuple[str, tuple[int, ...], npt.NDArray[np.uint8]]
 
 
 def write_gguf(path: Path, entries: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a file of version 3. Texts are str, floats f32, integers u32, and i32 in lists, as llama.cpp's."""
+    """Write a file of version 3. Texts are str, floats f32, integers u32, in lists i32, as in llama.cpp."""
     with path.open("wb") as file:
         file.write(b"GGUF" + pack("<IQQ", 3, len(tensors), len(entries)))
         for name, value in entries.items():
