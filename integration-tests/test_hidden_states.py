@@ -100,7 +100,9 @@ def check_layers(backend: Any, geometry: Any, expected: torch.Tensor) -> None:
             batch.hidden = HiddenStates(layers=layers, indices=torch.tensor(rows), values=values)
             torch.testing.assert_close(backend.forward(batch), plain, rtol=0, atol=0)
             wanted = expected[list(layers)][:, [start + row for row in rows]]
-            torch.testing.assert_close(values, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+            # Each number is a sum of numbers as large as the largest of its layer, which is several hundred.
+            errors, largest = (each.abs().amax((1, 2)) for each in (values - wanted, wanted))
+            assert (errors <= 1e-5 * largest).all(), errors / largest
 
 
 @pytest.mark.parametrize("name", BACKENDS)

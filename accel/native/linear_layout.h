@@ -73,7 +73,8 @@ struct Depth {
     group = round_up(k, step);
     if (has_groups(kind) && group_size > 0 && group_size < k) {
       group = group_size;
-      if (group % step != 0) step = group % 32 == 0 ? 32 : 16, step_bytes = step * activation_bytes(kind);
+      if (group % step != 0) step = kind == WeightKind::int4 || group % 32 == 0 ? 32 : 16;
+      step_bytes = step * activation_bytes(kind);
     }
     num_groups = ceil_div(k, group);
     steps_per_group = ceil_div(group, step);
