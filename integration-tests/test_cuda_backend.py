@@ -128,6 +128,7 @@ def test_logits_of_prefills_decodes_and_drafts_are_those_of_torch(checkpoint):
     assert found.model_metrics() == expected.model_metrics()
 
 
+@pytest.mark.full
 def test_hidden_states_of_any_layers_and_tokens_are_those_of_torch(qwen3):
     expected, found = backends(qwen3)
     num_layers, size = found._spec.geometry.num_layers, SMALL["hidden_size"]
@@ -197,6 +198,7 @@ def test_blocks_are_copied_read_and_written(qwen3):
     assert copied == kept[0]
 
 
+@pytest.mark.full
 def test_an_engine_writes_what_it_writes_with_torch(qwen3):
     def texts(backend):
         options = INTERPRETED if backend == "cuda" else {}

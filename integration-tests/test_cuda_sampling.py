@@ -88,6 +88,7 @@ def test_equal_logits_are_dropped_in_the_same_order(kind):
     assert drawn(logits, params, 3) == sampled(logits, params, 3)
 
 
+@pytest.mark.full
 def test_rows_of_a_batch_may_differ():
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(len(KINDS), 3000, generator=generator) * 3
