@@ -314,9 +314,8 @@ void add_group(const Product& p, const unsigned char* tiles, const unsigned char
     const int64_t index = (first + row) * depth.num_groups + group;
     for (int64_t half = 0; half < 2; ++half) {
       float* to = sums_of_row(sums, row) + half * kTileFloats;
-      if (group == 0) store(to, zero());
       const IntVec product = load_ints(reinterpret_cast<int32_t*>(sums_of_row(exact, row) + half * kTileFloats));
-      sets[half].add_to(to, sub(product, sets[half].surplus(0, p.sums[index])), p.scales[index], p.sums[index]);
+      store(to, sets[half].plus(group == 0 ? zero() : load(to), product, p.scales[index], p.sums[index]));
     }
   }
 }

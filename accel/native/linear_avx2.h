@@ -107,25 +107,24 @@ SAGE_INLINE void add_group(const Product& p, int64_t panel, int64_t row_group, i
 #pragma GCC unroll 6
     for (int row = 0; row < rows; ++row) {
       const int64_t index = (p.first_row(row_group) + row) * p.input.depth.num_groups + group;
-      left_set.add_to(sums.left[i] + row * kLanes, left[i][row], p.scales[index], p.sums[index]);
-      right_set.add_to(sums.right[i] + row * kLanes, right[i][row], p.scales[index], p.sums[index]);
+      const auto add = [&](const GroupSet<>& set, float* to, __m256i product) {
+        store(to, set.plus(group == 0 ? zero() : load(to), product, p.scales[index], p.sums[index]));
+      };
+      add(left_set, sums.left[i] + row * kLanes, left[i][row]);
+      add(right_set, sums.right[i] + row * kLanes, right[i][row]);
     }
   }
 }
 
-// What each group's products start at: integers whose numbers are stored with `excess`.
+// What a group's products start at: less what numbers that are stored with an `excess` make too much.
 template <int rows, int panels>
-SAGE_INLINE void start_group(const Product& p, int64_t panel, int64_t row_group, int64_t group, int32_t excess,
+SAGE_INLINE void start_group(const Product& p, int64_t row_group, int64_t group, int32_t excess,
                              __m256i (&left)[panels][rows], __m256i (&right)[panels][rows]) {
-#pragma GCC unroll 4
-  for (int i = 0; i < panels; ++i) {
-    const unsigned char* weights = p.panel(panel + i) + group * p.panels.group_bytes;
-    const GroupSet<> left_set(p.weight, p.panels, weights, 0), right_set(p.weight, p.panels, weights, 1);
 #pragma GCC unroll 6
-    for (int row = 0; row < rows; ++row) {
-      const int32_t sum = -p.sums[(p.first_row(row_group) + row) * p.input.depth.num_groups + group];
-      left[i][row] = left_set.surplus(excess, sum), right[i][row] = right_set.surplus(excess, sum);
-    }
+  for (int row = 0; row < rows; ++row) {
+    const int32_t sum = p.sums[(p.first_row(row_group) + row) * p.input.depth.num_groups + group];
+#pragma GCC unroll 4
+    for (int i = 0; i < panels; ++i) left[i][row] = right[i][row] = all_ints(-excess * sum);
   }
 }
 
@@ -133,11 +132,11 @@ template <int rows, int panels>
 __attribute__((noinline)) static void rows_int8(const Product& p, int64_t panel, int64_t row_group) {
   const Depth& depth = p.input.depth;
   const unsigned char* activations = p.rows_at(row_group);
-  Sums<rows, panels> sums = {};
+  Sums<rows, panels> sums;
   for (int64_t group = 0; group < depth.num_groups; ++group) {
     const unsigned char* weights = p.panel(panel) + group * p.panels.group_bytes;
     __m256i left[panels][rows], right[panels][rows];
-    start_group<rows, panels>(p, panel, row_group, group, 0, left, right);
+    start_group<rows, panels>(p, row_group, group, 0, left, right);
     for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
       for (int64_t at = 0; at < depth.step_bytes; at += 8, weights += kLineBytes) {
 #pragma GCC unroll 4
@@ -172,11 +171,11 @@ template <int rows, int panels>
 __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel, int64_t row_group) {
   const Depth& depth = p.input.depth;
   const unsigned char* activations = p.rows_at(row_group);
-  Sums<rows, panels> sums = {};
+  Sums<rows, panels> sums;
   for (int64_t group = 0; group < depth.num_groups; ++group) {
     const unsigned char* weights = p.panel(panel) + group * p.panels.group_bytes;
     __m256i left[panels][rows], right[panels][rows];
-    start_group<rows, panels>(p, panel, row_group, group, 8, left, right);
+    start_group<rows, panels>(p, row_group, group, 8, left, right);
     for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
       for (int64_t k = 0; k < depth.step_bytes; k += 32) {
         __m256i left_words[panels][rows], right_words[panels][rows];

@@ -124,7 +124,8 @@ inline void multiply_codes_in_registers(const Product& p, const Part& part) {
   for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) kernel(p, panel);
 }
 
-// Integers, which are stored as value + 8 or value + 128: each group of a row starts at what that makes too much.
+// Integers, which are stored as value + 8 or value + 128: each group of a row starts at what that makes too much. What lies
+// behind a group's weights is read after them: read first, it breaks the stream that the prefetcher sees.
 template <WeightKind kind, bool is_shifted, int rows>
 __attribute__((noinline)) static void rows_integers(const Product& p, int64_t panel, int64_t row_group, const unsigned char* at,
                                                     const unsigned char* end, int64_t lines_per_step) {
@@ -133,17 +134,14 @@ __attribute__((noinline)) static void rows_integers(const Product& p, int64_t pa
   const Depth& depth = p.input.depth;
   const int64_t first = p.first_row(row_group), count = p.num_rows(row_group), height = p.input.height;
   const unsigned char* activations = p.rows_at(row_group);
-  Sums<rows> sums = {};
+  Sums<rows> sums;
   for (int64_t group = 0; group < depth.num_groups; ++group) {
-    const unsigned char* weights = p.panel(panel) + group * p.panels.group_bytes;
-    const GroupSet<is_shifted> left_set(p.weight, p.panels, weights, 0), right_set(p.weight, p.panels, weights, 1);
+    const unsigned char* const group_at = p.panel(panel) + group * p.panels.group_bytes;
+    const unsigned char* weights = group_at;
     const auto index = [&](int64_t row) { return (first + (row < count ? row : 0)) * depth.num_groups + group; };
     __m512i left[rows], right[rows];
 #pragma GCC unroll 8
-    for (int row = 0; row < rows; ++row) {
-      const int32_t sum = -p.sums[index(row)];
-      left[row] = left_set.surplus(excess, sum), right[row] = right_set.surplus(excess, sum);
-    }
+    for (int row = 0; row < rows; ++row) left[row] = right[row] = all_ints(-excess * p.sums[index(row)]);
     for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += height * depth.step_bytes) {
       ahead.step();
       if constexpr (kind == WeightKind::int4) {
@@ -175,11 +173,15 @@ __attribute__((noinline)) static void rows_integers(const Product& p, int64_t pa
         }
       }
     }
+    const GroupSet<is_shifted> left_set(p.weight, p.panels, group_at, 0), right_set(p.weight, p.panels, group_at, 1);
 #pragma GCC unroll 8
     for (int row = 0; row < rows; ++row) {
-      const float scale = p.scales[index(row)];
-      left_set.add_to(sums.left + row * kLanes, left[row], scale, p.sums[index(row)]);
-      right_set.add_to(sums.right + row * kLanes, right[row], scale, p.sums[index(row)]);
+      const auto add = [&](const GroupSet<is_shifted>& set, float* to, __m512i product) __attribute__((always_inline)) {
+        const Vec sum = kind == WeightKind::int8 || group == 0 ? zero() : load(to);
+        store(to, set.plus(sum, product, p.scales[index(row)], p.sums[index(row)]));
+      };
+      add(left_set, sums.left + row * kLanes, left[row]);
+      add(right_set, sums.right + row * kLanes, right[row]);
     }
   }
   finish(p, panel, first, count, sums.left, sums.right);

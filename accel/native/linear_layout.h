@@ -146,16 +146,12 @@ struct GroupSet {
     zeros = w.coding.has_zeros ? reinterpret_cast<const int8_t*>(group + panels.zeros_at) + half * kLanes : nullptr;
     offsets = w.coding.has_offsets ? reinterpret_cast<const float*>(group + panels.offsets_at) + half * kLanes : nullptr;
   }
-  // `sum` of a row's activations times (excess + zeros), which its product with unsigned numbers is too large by.
-  IntVec surplus(int32_t excess, int32_t sum) const {
-    if (!may_shift || zeros == nullptr) return all_ints(excess * sum);
-    return mul(add(all_ints(excess), load_bytes(zeros)), all_ints(sum));
-  }
-  // Adds a group's exact product of a row, whose activations have `row_scale`, to the floats at `sums`.
-  void add_to(float* sums, IntVec product, float row_scale, int32_t row_sum) const {
-    Vec result = fma(mul(all(row_scale), scale), to_float(product), load(sums));
-    if (may_shift && offsets != nullptr) result = fma(all(-(row_scale * static_cast<float>(row_sum))), load(offsets), result);
-    store(sums, result);
+  // `sum` and a group's exact product of a row, whose activations have `row_scale` and `row_sum`.
+  Vec plus(Vec sum, IntVec product, float row_scale, int32_t row_sum) const {
+    if (may_shift && zeros != nullptr) product = sub(product, mul(load_bytes(zeros), all_ints(row_sum)));
+    const Vec result = fma(mul(all(row_scale), scale), to_float(product), sum);
+    if (!may_shift || offsets == nullptr) return result;
+    return fma(all(-(row_scale * static_cast<float>(row_sum))), load(offsets), result);
   }
 };
 
