@@ -17,6 +17,7 @@ import torch
 from common import foreign_cores, report, spread
 
 from sagellm.accel.native.library import VARIANTS, best_or_named
+from sagellm.accel.native.structures import CodedRows, Linear
 
 # Qwen3-0.6B: outputs, inputs, whether half of the outputs is a gate
 SHAPES = {
@@ -92,12 +93,12 @@ class Weights:
         self.num_copies = max(2, int(COLD_BYTES / self.num_bytes))
         self.handles = (POINTER * self.num_copies)()
         for i in range(self.num_copies):
-            self.handles[i] = handle = self.library.sage_linear_create_coded(
-                0, int(self.is_gated), INT64(self.n), INT64(self.k), INT64(GROUP), None, code, 1, 0, 0
+            linear = Linear(
+                is_gated=self.is_gated, n=self.n, k=self.k, group=GROUP, code=code, has_half_scales=True
             )
-            self.library.sage_linear_pack_codes(
-                POINTER(handle), INT64(0), INT64(self.n), address(codes), address(scales), None, None
-            )
+            self.handles[i] = handle = self.library.sage_linear_create_coded(ctypes.byref(linear))
+            rows = CodedRows(codes=codes.ctypes.data, scales=scales.ctypes.data)
+            self.library.sage_linear_pack_codes(POINTER(handle), INT64(0), INT64(self.n), ctypes.byref(rows))
 
     def close(self) -> None:
         for handle in self.handles:

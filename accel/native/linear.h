@@ -6,18 +6,21 @@
 
 namespace sage {
 
-// int8 has a scale for each output, int8_groups and int4 for each group of inputs.
-enum class WeightKind : int32_t { bf16 = 0, int8 = 1, int4 = 2, f32 = 3, int8_groups = 4 };
+// int8 has a scale for each output, int8_groups, int4 and int6 for each group of inputs.
+enum class WeightKind : int32_t { bf16 = 0, int8 = 1, int4 = 2, f32 = 3, int8_groups = 4, int6 = 5 };
 
-// What a code stands for: -8 ... 7 as a nibble plus 8, an integer, OCP's 8-bit and 4-bit floats.
-enum class Code : int32_t { none = 0, int4 = 1, int8 = 2, e4m3 = 3, e5m2 = 4, e2m1 = 5 };
+// What a code stands for: -8 ... 7 as a nibble plus 8, an integer, OCP's 8-bit and 4-bit floats, 0 ... 15.
+enum class Code : int32_t { none = 0, int4 = 1, int8 = 2, e4m3 = 3, e5m2 = 4, e2m1 = 5, uint4 = 6 };
 
 // How the numbers of a weight make its values: (number - zero) * scale - offset, by group. `code` is what a bf16 or f32
-// weight is stored as that stays codes; int4 and int8_groups, whose numbers are multiplied, have none.
+// weight is stored as that stays codes; integers, whose numbers are multiplied, have none.
 struct Coding {
   Code code = Code::none;
   bool has_half_scales = false;  // in half floats
   bool has_zeros = false, has_offsets = false;
+  bool is_unsigned = false;      // the numbers of int4 are 0 ... 15
+  // Inputs that share a factor, a half float, of their scales, and one of their offsets; both are then bytes. 0: none.
+  int64_t scale_group = 0;
 };
 
 // A matrix (n outputs, k inputs), packed once at load. The memory behind `data` and `scales` is the caller's.
@@ -27,7 +30,7 @@ struct Weight {
   WeightKind kind;
   bool is_gated;
   int64_t n, k;
-  int64_t group;         // inputs per scale (a multiple of 32 in int4, of 16 in int8_groups and codes); 0: all
+  int64_t group;         // inputs per scale (a multiple of 32 in int4, of 16 in other integers and codes); 0: all
   unsigned char* data;   // 64-byte aligned, weight_bytes() long; scales and sums lie inside where a kernel wants them
   const float* bias;     // (n) or null
   Coding coding = {};
@@ -46,12 +49,14 @@ void pack_integers(const Weight&, int64_t begin, int64_t count, const int8_t* ro
 // Some outputs of a weight as its checkpoint has it: codes a byte each, or two nibbles to a byte, the first in the low
 // bits. Groups are counted in inputs; k is a multiple of 16.
 struct CodedRows {
-  const unsigned char* codes;  // (count, k or k / 2)
-  const void* scales;          // (count, groups) float32, or half floats as the weight's coding says
-  const int8_t* zeros;         // (count, groups) or null
-  const float* offsets;        // (count, groups) or null
+  const unsigned char* codes;      // (count, k or k / 2)
+  const void* scales;              // (count, groups) float32, half floats or bytes as the weight's coding says
+  const int8_t* zeros;             // (count, groups) or null
+  const void* offsets;             // (count, groups) float32, or bytes where scales are; or null
+  const uint16_t* factors;         // (count, scale groups) half floats, or null
+  const uint16_t* offset_factors;  // the same of offsets
 };
-int64_t coded_bits(const Weight&);  // of a code as it is given
+CodedRows rows_from(const Weight&, const CodedRows&, int64_t first);  // without the rows before `first`
 void pack_codes(const Weight&, int64_t begin, int64_t count, const CodedRows&);
 // One output as floats: what the packed weight stands for (embedding rows, tests).
 void unpack_row(const Weight&, int64_t output, float* row);
@@ -62,7 +67,7 @@ struct Input {
   WeightKind kind;
   int64_t rows, k, group;
   unsigned char* memory;
-  bool has_one_scale = false;  // int4, int8_groups: one scale per row instead of one per group
+  bool has_one_scale = false;  // of integers in groups: one scale per row instead of one per group
 };
 
 // What activations are rounded to and back before a product: int8 or e4m3, with one scale for `group` inputs (0: a row),

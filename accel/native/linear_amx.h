@@ -139,7 +139,7 @@ inline float* sums_of_row(float* sums, int64_t row) { return sums + row / 16 * 2
 
 // Integer sums of rows [begin, end) as floats.
 inline void scale_rows(const Product& p, int64_t panel, int64_t row_group, int64_t begin, int64_t end, float* sums) {
-  const auto* scales = reinterpret_cast<const float*>(p.panel(panel) + p.panels.scales_at);
+  const auto* scales = reinterpret_cast<const float*>(p.panel(panel) + p.panels.set_at(0));
   const Vec left_scale = load(scales), right_scale = load(scales + kLanes);
   for (int64_t row = begin; row < end; ++row) {
     float *left = sums_of_row(sums, row), *right = left + kTileFloats;
@@ -280,8 +280,8 @@ void block_panels(const Product& p, const Part& part) {
 }
 
 // A group of int4 weights as int8 tiles.
-inline void unpack_group(const unsigned char* nibbles, const Depth& depth, unsigned char* tiles) {
-  const __m512i low_bits = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8);
+inline void unpack_group(const unsigned char* nibbles, const Depth& depth, int32_t excess, unsigned char* tiles) {
+  const __m512i low_bits = _mm512_set1_epi8(15), surplus = _mm512_set1_epi8(static_cast<char>(excess));
   const int64_t tile = 16 * depth.step_bytes;
   for (int64_t step = 0; step < depth.steps_per_group; ++step, tiles += 2 * tile) {
     for (int64_t quad = 0; quad < depth.step_bytes / 4; quad += 2, nibbles += kLineBytes) {
@@ -289,8 +289,8 @@ inline void unpack_group(const unsigned char* nibbles, const Depth& depth, unsig
       for (int64_t half = 0; half < 2; ++half) {
         const __m512i both = _mm512_load_si512(nibbles + half * kHalfBytes);
         unsigned char* to = tiles + half * tile + quad * 64;
-        _mm512_store_si512(to, _mm512_sub_epi8(_mm512_and_si512(both, low_bits), eight));
-        _mm512_store_si512(to + 64, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), low_bits), eight));
+        _mm512_store_si512(to, _mm512_sub_epi8(_mm512_and_si512(both, low_bits), surplus));
+        _mm512_store_si512(to + 64, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), low_bits), surplus));
       }
     }
   }
@@ -298,7 +298,7 @@ inline void unpack_group(const unsigned char* nibbles, const Depth& depth, unsig
 
 // Adds one group's products, scaled, to the float sums of one panel and row group.
 template <bool two>
-void add_group(const Product& p, const unsigned char* tiles, const unsigned char* nibbles, int64_t row_group, int64_t group,
+void add_group(const Product& p, const unsigned char* tiles, const unsigned char* panel, int64_t row_group, int64_t group,
                float* sums) {
   alignas(64) float exact[kSumFloats];
   const Depth& depth = p.input.depth;
@@ -308,7 +308,7 @@ void add_group(const Product& p, const unsigned char* tiles, const unsigned char
     tile_step<WeightKind::int4, two>(rows, tiles + step * 32 * depth.step_bytes, depth.step_bytes);
   }
   store_sums<two>(exact);
-  const GroupSet<> sets[2] = {{p.weight, p.panels, nibbles, 0}, {p.weight, p.panels, nibbles, 1}};
+  const GroupSet<> sets[2] = {{p.weight, p.panels, panel, group, 0}, {p.weight, p.panels, panel, group, 1}};
   const int64_t first = p.first_row(row_group), count = p.num_rows(row_group);
   for (int64_t row = 0; row < count; ++row) {
     const int64_t index = (first + row) * depth.num_groups + group;
@@ -331,11 +331,11 @@ void int4_panels(const Product& p, const Part& part) {
   unsigned char* tiles = reinterpret_cast<unsigned char*>(sums) + sum_bytes;
   for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
     for (int64_t group = 0; group < depth.num_groups; ++group) {
-      const unsigned char* nibbles = p.panel(panel) + group * p.panels.group_bytes;
-      unpack_group(nibbles, depth, tiles);
+      const unsigned char* at = p.panel(panel);
+      unpack_group(at + p.panels.codes_at(group), depth, excess_of(p.weight), tiles);
       float* here = sums;
       for (int64_t rows = part.group_begin; rows < part.group_end; ++rows, here += kSumFloats) {
-        add_group<two>(p, tiles, nibbles, rows, group, here);
+        add_group<two>(p, tiles, at, rows, group, here);
         if (group + 1 < depth.num_groups) continue;
         Unfinished<WeightKind::int4> done(p);
         done.take(panel, rows, here, 1);

@@ -1,7 +1,7 @@
 // Products with AVX2 and FMA: up to 6 rows by one panel of 16 outputs, 12 vectors of sums.
 //
 // bf16 weights are widened to float32 by a shift and a mask; int8 ones to 16 bits, which an exact product of pairs takes.
-// int4: the nibbles are the unsigned operand of a product of bytes, of which 8 add up in 16 bits before they are widened.
+// int4 and int6: the weights are the unsigned operand of a product of bytes, of which some add up in 16 bits first.
 //
 // Sums of integers are added by inline assembly: with the intrinsics g++ 12 changes their order, and has too few registers then.
 #pragma once
@@ -102,8 +102,8 @@ SAGE_INLINE void add_group(const Product& p, int64_t panel, int64_t row_group, i
                            const __m256i (&left)[panels][rows], const __m256i (&right)[panels][rows], Sums<rows, panels>& sums) {
 #pragma GCC unroll 4
   for (int i = 0; i < panels; ++i) {
-    const unsigned char* weights = p.panel(panel + i) + group * p.panels.group_bytes;
-    const GroupSet<> left_set(p.weight, p.panels, weights, 0), right_set(p.weight, p.panels, weights, 1);
+    const unsigned char* at = p.panel(panel + i);
+    const GroupSet<> left_set(p.weight, p.panels, at, group, 0), right_set(p.weight, p.panels, at, group, 1);
 #pragma GCC unroll 6
     for (int row = 0; row < rows; ++row) {
       const int64_t index = (p.first_row(row_group) + row) * p.input.depth.num_groups + group;
@@ -134,7 +134,7 @@ __attribute__((noinline)) static void rows_int8(const Product& p, int64_t panel,
   const unsigned char* activations = p.rows_at(row_group);
   Sums<rows, panels> sums;
   for (int64_t group = 0; group < depth.num_groups; ++group) {
-    const unsigned char* weights = p.panel(panel) + group * p.panels.group_bytes;
+    const unsigned char* weights = p.panel(panel) + p.panels.codes_at(group);
     __m256i left[panels][rows], right[panels][rows];
     start_group<rows, panels>(p, row_group, group, 0, left, right);
     for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
@@ -173,9 +173,9 @@ __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel,
   const unsigned char* activations = p.rows_at(row_group);
   Sums<rows, panels> sums;
   for (int64_t group = 0; group < depth.num_groups; ++group) {
-    const unsigned char* weights = p.panel(panel) + group * p.panels.group_bytes;
+    const unsigned char* weights = p.panel(panel) + p.panels.codes_at(group);
     __m256i left[panels][rows], right[panels][rows];
-    start_group<rows, panels>(p, row_group, group, 8, left, right);
+    start_group<rows, panels>(p, row_group, group, excess_of(p.weight), left, right);
     for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
       for (int64_t k = 0; k < depth.step_bytes; k += 32) {
         __m256i left_words[panels][rows], right_words[panels][rows];
@@ -213,6 +213,59 @@ __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel,
   for (int i = 0; i < panels; ++i) finish(p, panel + i, p.first_row(row_group), rows, sums.left[i], sums.right[i]);
 }
 
+// Four quads of numbers in 6 bits, 0 ... 63, of half a panel: body(quad, index).
+template <class Body>
+SAGE_INLINE void for_sixes(const unsigned char* at, const Body& body) {
+  const __m256i low = _mm256_set1_epi8(15), high = _mm256_set1_epi8(0x30);
+  const __m256i one = load_quads(at), two = load_quads(at + kLineBytes), bits = load_quads(at + 2 * kLineBytes);
+  const auto both = [&](__m256i nibbles, __m256i shifted) {
+    return _mm256_or_si256(_mm256_and_si256(nibbles, low), _mm256_and_si256(shifted, high));
+  };
+  body(both(one, _mm256_slli_epi16(bits, 4)), 0);
+  body(both(_mm256_srli_epi16(one, 4), _mm256_slli_epi16(bits, 2)), 1);
+  body(both(two, bits), 2);
+  body(both(_mm256_srli_epi16(two, 4), _mm256_srli_epi16(bits, 2)), 3);
+}
+
+// Sums of two pairs of products fit 16 bits, 4 * 63 * 127: words are widened after every other quad.
+template <int rows, int panels>
+__attribute__((noinline)) static void rows_int6(const Product& p, int64_t panel, int64_t row_group) {
+  const Depth& depth = p.input.depth;
+  const unsigned char* activations = p.rows_at(row_group);
+  Sums<rows, panels> sums;
+  for (int64_t group = 0; group < depth.num_groups; ++group) {
+    const unsigned char* weights = p.panel(panel) + p.panels.codes_at(group);
+    __m256i left[panels][rows], right[panels][rows];
+    start_group<rows, panels>(p, row_group, group, excess_of(p.weight), left, right);
+    for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
+      for (int64_t k = 0; k < depth.step_bytes; k += 16, weights += 3 * kLineBytes) {
+        const auto add_half = [&](__m256i (&to)[rows], const unsigned char* at) __attribute__((always_inline)) {
+          __m256i words[rows];
+          for_sixes(at, [&](__m256i quad, int64_t index) __attribute__((always_inline)) {
+#pragma GCC unroll 6
+            for (int row = 0; row < rows; ++row) {
+              const __m256i x = same_quads(activations + row * depth.step_bytes + k + index * 4);
+              if (index % 2 == 0) {
+                words[row] = _mm256_maddubs_epi16(quad, x);
+              } else {
+                to[row] = words_added(to[row], _mm256_add_epi16(words[row], _mm256_maddubs_epi16(quad, x)));
+              }
+            }
+          });
+        };
+#pragma GCC unroll 4
+        for (int i = 0; i < panels; ++i) {
+          const unsigned char* at = weights + i * p.panels.panel_bytes;
+          add_half(left[i], at);
+          add_half(right[i], at + kHalfBytes);
+        }
+      }
+    }
+    add_group<rows, panels>(p, panel, row_group, group, left, right, sums);
+  }
+  for (int i = 0; i < panels; ++i) finish(p, panel + i, p.first_row(row_group), rows, sums.left[i], sums.right[i]);
+}
+
 using RowsKernel = void (*)(const Product&, int64_t panel, int64_t row_group);
 
 template <int rows, int panels>
@@ -221,6 +274,7 @@ RowsKernel kernel_of(WeightKind kind) {
     case WeightKind::bf16: return rows_float<WeightKind::bf16, rows, panels>;
     case WeightKind::f32: return rows_float<WeightKind::f32, rows, panels>;
     case WeightKind::int4: return rows_int4<rows, panels>;
+    case WeightKind::int6: return rows_int6<rows, panels>;
     default: return rows_int8<rows, panels>;
   }
 }

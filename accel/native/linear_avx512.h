@@ -20,6 +20,21 @@ SAGE_INLINE void dot(__m512i& sum, __m512i weights, const unsigned char* quad) {
   }
 }
 
+// Four quads of numbers in 6 bits, 0 ... 63, of half a panel.
+struct Sixes {
+  __m512i first, second, third, fourth;
+};
+
+SAGE_INLINE Sixes sixes_of(const unsigned char* at) {
+  const __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(0x30);
+  const __m512i one = _mm512_load_si512(at), two = _mm512_load_si512(at + kLineBytes), bits = _mm512_load_si512(at + 2 * kLineBytes);
+  const auto both = [&](__m512i nibbles, __m512i shifted) __attribute__((always_inline)) {
+    return _mm512_ternarylogic_epi64(_mm512_and_si512(shifted, high), nibbles, low, 0xf8);  // a | (b & c)
+  };
+  return {both(one, _mm512_slli_epi16(bits, 4)), both(_mm512_srli_epi16(one, 4), _mm512_slli_epi16(bits, 2)), both(two, bits),
+          both(_mm512_srli_epi16(two, 4), _mm512_srli_epi16(bits, 2))};
+}
+
 // Lines of the next panel that are fetched into L2 while this one is multiplied, a few at each step.
 struct Ahead {
   const unsigned char* at;
@@ -82,12 +97,11 @@ static void rows_codes(const Product& p, int64_t panel) {
   for (int row = 0; row < rows; ++row) left[row] = right[row] = _mm512_setzero_si512();
   for (int64_t block = 0; block < layout.num_blocks; ++block, activations += p.input.height * 64) {
     const unsigned char* codes = at + layout.codes_at(block);
-    const unsigned char* sets = at + layout.set_at(block / layout.unit_blocks, 0);
     const auto add_half = [&](__m512i (&sums)[rows], int64_t half) __attribute__((always_inline)) {
-      Set set = set_of<code, is_shifted>(p.weight, layout, sets, half);
+      Set set = set_of<code, is_shifted>(p.weight, layout, at, layout.set_of(block, 0), half);
       for (int64_t part = 0; part < 2; ++part) {
         if (part == 1 && layout.sets_per_unit == 2) {
-          set = set_of<code, is_shifted>(p.weight, layout, sets + layout.set_bytes, half);
+          set = set_of<code, is_shifted>(p.weight, layout, at, layout.set_of(block, 1), half);
         }
         for_pairs<code, is_shifted>(codes, set, part, half, [&](const Pair& x, int64_t pair) __attribute__((always_inline)) {
           const __m512i weights = as_bf16(x);
@@ -124,20 +138,20 @@ inline void multiply_codes_in_registers(const Product& p, const Part& part) {
   for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) kernel(p, panel);
 }
 
-// Integers, which are stored as value + 8 or value + 128: each group of a row starts at what that makes too much. What lies
+// Integers, which are stored as more than they are: each group of a row starts at what that makes too much. What lies
 // behind a group's weights is read after them: read first, it breaks the stream that the prefetcher sees.
 template <WeightKind kind, bool is_shifted, int rows>
 __attribute__((noinline)) static void rows_integers(const Product& p, int64_t panel, int64_t row_group, const unsigned char* at,
                                                     const unsigned char* end, int64_t lines_per_step) {
-  constexpr int32_t excess = kind == WeightKind::int4 ? 8 : 128;
+  constexpr bool in_bytes = kind == WeightKind::int8 || kind == WeightKind::int8_groups;
+  const int32_t excess = in_bytes ? 128 : excess_of(p.weight);
   Ahead ahead{at, end, lines_per_step};
   const Depth& depth = p.input.depth;
   const int64_t first = p.first_row(row_group), count = p.num_rows(row_group), height = p.input.height;
   const unsigned char* activations = p.rows_at(row_group);
   Sums<rows> sums;
   for (int64_t group = 0; group < depth.num_groups; ++group) {
-    const unsigned char* const group_at = p.panel(panel) + group * p.panels.group_bytes;
-    const unsigned char* weights = group_at;
+    const unsigned char* weights = p.panel(panel) + p.panels.codes_at(group);
     const auto index = [&](int64_t row) { return (first + (row < count ? row : 0)) * depth.num_groups + group; };
     __m512i left[rows], right[rows];
 #pragma GCC unroll 8
@@ -160,6 +174,22 @@ __attribute__((noinline)) static void rows_integers(const Product& p, int64_t pa
             dot<kind>(right[row], high1, quad + 4);
           }
         }
+      } else if constexpr (kind == WeightKind::int6) {
+        for (int64_t k = 0; k < depth.step_bytes; k += 16, weights += 3 * kLineBytes) {
+          const auto add_half = [&](__m512i (&sums)[rows], const unsigned char* at) __attribute__((always_inline)) {
+            const auto [first, second, third, fourth] = sixes_of(at);
+#pragma GCC unroll 8
+            for (int row = 0; row < rows; ++row) {
+              const unsigned char* quad = activations + row * depth.step_bytes + k;
+              dot<kind>(sums[row], first, quad);
+              dot<kind>(sums[row], second, quad + 4);
+              dot<kind>(sums[row], third, quad + 8);
+              dot<kind>(sums[row], fourth, quad + 12);
+            }
+          };
+          add_half(left, weights);
+          add_half(right, weights + kHalfBytes);
+        }
       } else {
         const int64_t step_bytes = kind == WeightKind::int8 ? 64 : depth.step_bytes;
         const unsigned char* quad = activations;
@@ -173,7 +203,8 @@ __attribute__((noinline)) static void rows_integers(const Product& p, int64_t pa
         }
       }
     }
-    const GroupSet<is_shifted> left_set(p.weight, p.panels, group_at, 0), right_set(p.weight, p.panels, group_at, 1);
+    const GroupSet<is_shifted> left_set(p.weight, p.panels, p.panel(panel), group, 0);
+    const GroupSet<is_shifted> right_set(p.weight, p.panels, p.panel(panel), group, 1);
 #pragma GCC unroll 8
     for (int row = 0; row < rows; ++row) {
       const auto add = [&](const GroupSet<is_shifted>& set, float* to, __m512i product) __attribute__((always_inline)) {
@@ -222,9 +253,10 @@ using RowsKernel = void (*)(const Product&, int64_t panel, int64_t row_group, co
 template <int rows>
 RowsKernel kernel_of(const Weight& w) {
   const bool is_shifted = w.coding.has_zeros || w.coding.has_offsets;
-  constexpr auto int4 = WeightKind::int4, groups = WeightKind::int8_groups;
+  constexpr auto int4 = WeightKind::int4, int6 = WeightKind::int6, groups = WeightKind::int8_groups;
   switch (w.kind) {
     case WeightKind::int4: return is_shifted ? rows_integers<int4, true, rows> : rows_integers<int4, false, rows>;
+    case WeightKind::int6: return is_shifted ? rows_integers<int6, true, rows> : rows_integers<int6, false, rows>;
     case WeightKind::int8_groups: return is_shifted ? rows_integers<groups, true, rows> : rows_integers<groups, false, rows>;
     case WeightKind::f32: return rows_f32<rows>;
     case WeightKind::bf16: return rows_bf16<rows>;

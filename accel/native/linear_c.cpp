@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "linear.h"
+#include "step.h"
 
 #define SAGE_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -35,9 +35,11 @@ struct SagePacked {
 
 namespace {
 
-SagePacked* create(int32_t kind, int32_t is_gated, int64_t n, int64_t k, int64_t group, const float* bias, sage::Coding coding) {
+SagePacked* create(const sage::Weight& weight) {
   auto linear = std::make_unique<SagePacked>();
-  linear->weight = {static_cast<sage::WeightKind>(kind), is_gated != 0, n, k, group, nullptr, nullptr, coding};
+  const float* bias = weight.bias;
+  const int64_t n = weight.n;
+  linear->weight = weight;
   const int64_t num_bytes = sage::weight_bytes(linear->weight);
   linear->data = allocate(num_bytes);
   if (bias != nullptr) {
@@ -53,19 +55,14 @@ SagePacked* create(int32_t kind, int32_t is_gated, int64_t n, int64_t k, int64_t
 
 // `bias` (n) or null. Freed by sage_linear_free.
 SAGE_EXPORT SagePacked* sage_linear_create(int32_t kind, int32_t is_gated, int64_t n, int64_t k, int64_t group, const float* bias) {
-  return create(kind, is_gated, n, k, group, bias, {});
+  return create({static_cast<sage::WeightKind>(kind), is_gated != 0, n, k, group, nullptr, bias});
 }
 
-// The same of a weight that stays codes.
-SAGE_EXPORT SagePacked* sage_linear_create_coded(int32_t kind, int32_t is_gated, int64_t n, int64_t k, int64_t group, const float* bias,
-                                                 int32_t code, int32_t has_half_scales, int32_t has_zeros, int32_t has_offsets) {
-  return create(kind, is_gated, n, k, group, bias,
-                {static_cast<sage::Code>(code), has_half_scales != 0, has_zeros != 0, has_offsets != 0});
-}
+// The same of any weight, whose memory and bias are not the caller's.
+SAGE_EXPORT SagePacked* sage_linear_create_coded(const SageLinear* linear) { return create(sage::as_weight(*linear)); }
 
-SAGE_EXPORT void sage_linear_pack_codes(SagePacked* linear, int64_t begin, int64_t count, const void* codes, const void* scales,
-                                        const int8_t* zeros, const float* offsets) {
-  sage::pack_codes(linear->weight, begin, count, {static_cast<const unsigned char*>(codes), scales, zeros, offsets});
+SAGE_EXPORT void sage_linear_pack_codes(SagePacked* linear, int64_t begin, int64_t count, const SageCodedRows* rows) {
+  sage::pack_codes(linear->weight, begin, count, sage::as_rows(*rows));
 }
 
 SAGE_EXPORT void sage_linear_round_row(int32_t code, int64_t group, float scale, const float* x, int64_t k, float* out) {

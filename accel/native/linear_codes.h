@@ -2,7 +2,7 @@
 // its product, into the layout that the kernels of that kind take.
 //
 // A panel is a run of units, each a few blocks of 32 inputs followed by one set of scales, zeros and offsets per group
-// (groups of 16 have two sets to a unit of one block). The codes of a block:
+// (groups of 16 have two sets to a unit of one block); factors of scales come before all units. The codes of a block:
 //
 //   8 bits  [16 pairs of inputs][half][lane][2 bytes]
 //   4 bits  [4 x 4 pairs][half][word of 4 bytes]: nibble 2 p + s of word w is input w % 2 of pair p, lane s * kLanes / 2 + w / 2
@@ -17,17 +17,19 @@ namespace sage::linear {
 
 constexpr int64_t kBlock = 32;
 
-inline int64_t bits_of(Code code) { return code == Code::int4 || code == Code::e2m1 ? 4 : 8; }
+constexpr bool in_nibbles(Code code) { return code == Code::int4 || code == Code::uint4 || code == Code::e2m1; }
+inline int64_t bits_of(Code code) { return in_nibbles(code) ? 4 : 8; }
 
 struct CodedLayout {
   int64_t group;        // inputs of a set: the weight's own, or 16 where those do not divide into blocks
   int64_t repeats;      // sets that one stored scale makes
   int64_t unit_blocks, unit_bytes, num_units;
   int64_t block_bytes;
-  int64_t sets_per_unit, set_bytes, zeros_at, offsets_at;  // within a set
+  SetLayout sets;
+  int64_t sets_per_unit, scale_group;
   int64_t num_blocks, num_panels, panel_bytes;
 
-  explicit CodedLayout(const Weight& w) {
+  explicit CodedLayout(const Weight& w) : sets(w), scale_group(w.coding.scale_group) {
     const int64_t whole = round_up(w.k, kBlock);
     const int64_t stored = w.group > 0 && w.group < w.k ? w.group : whole;
     group = stored % kBlock == 0 ? stored : 16;
@@ -38,16 +40,22 @@ struct CodedLayout {
     num_units = ceil_div(w.k, unit);
     num_blocks = whole / kBlock;
     block_bytes = kBlock * kPanel * bits_of(w.coding.code) / 8;
-    zeros_at = kPanel * (w.coding.has_half_scales ? 2 : 4);
-    offsets_at = zeros_at + (w.coding.has_zeros ? kPanel : 0);
-    set_bytes = offsets_at + (w.coding.has_offsets ? kPanel * 4 : 0);
-    unit_bytes = round_up(unit_blocks * block_bytes + sets_per_unit * set_bytes, kHalfBytes);
-    panel_bytes = num_units * unit_bytes;
+    unit_bytes = round_up(unit_blocks * block_bytes + sets_per_unit * sets.num_bytes, kHalfBytes);
+    panel_bytes = sets.factors_end + num_units * unit_bytes;
     num_panels = PanelLayout(w).num_panels;
   }
-  int64_t codes_at(int64_t block) const { return block / unit_blocks * unit_bytes + block % unit_blocks * block_bytes; }
-  int64_t set_at(int64_t unit, int64_t set) const {
-    return unit * unit_bytes + unit_blocks * block_bytes + set * set_bytes;
+  int64_t codes_at(int64_t block) const {
+    return sets.factors_end + block / unit_blocks * unit_bytes + block % unit_blocks * block_bytes;
+  }
+  // Sets are counted in groups.
+  int64_t set_at(int64_t set) const {
+    return sets.factors_end + set / sets_per_unit * unit_bytes + unit_blocks * block_bytes +
+           set % sets_per_unit * sets.num_bytes;
+  }
+  int64_t factors_at(int64_t set) const { return scale_group > 0 ? set * group / scale_group * sets.factor_bytes : 0; }
+  // The set of half a block.
+  int64_t set_of(int64_t block, int64_t part) const {
+    return block / unit_blocks * sets_per_unit + (sets_per_unit == 2 ? part : 0);
   }
 };
 
@@ -75,6 +83,8 @@ template <Code code>
 inline Vec numbers_of_nibbles(__m512i words, int shift) {
   const Vec table = code == Code::int4
                         ? _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7)
+                    : code == Code::uint4
+                        ? _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
                         : _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
   return _mm512_permutexvar_ps(_mm512_srli_epi32(words, static_cast<unsigned>(shift)), table);  // by four bits
 }
@@ -115,6 +125,7 @@ inline Pair half_floats(__m256i words) {
 template <Code code>
 inline Vec numbers_of_nibbles(__m256i words, int shift) {
   const __m256i codes = _mm256_and_si256(_mm256_srli_epi32(words, shift), _mm256_set1_epi32(15));
+  if constexpr (code == Code::uint4) return _mm256_cvtepi32_ps(codes);
   if constexpr (code == Code::int4) return _mm256_cvtepi32_ps(_mm256_sub_epi32(codes, _mm256_set1_epi32(8)));
   const Vec sizes = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), codes);  // by three bits
   const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(codes, 28), _mm256_set1_epi32(INT32_MIN));
@@ -157,16 +168,15 @@ struct Set {
 };
 
 template <Code code, bool is_shifted>
-inline Set set_of(const Weight& w, const CodedLayout& layout, const unsigned char* set, int64_t half) {
+inline Set set_of(const Weight& w, const CodedLayout& layout, const unsigned char* panel, int64_t index, int64_t half) {
+  const unsigned char *set = panel + layout.set_at(index), *factors = panel + layout.factors_at(index);
   Set s;
-  Vec scale = w.coding.has_half_scales ? load_f16(set + half * kLanes * 2)
-                                       : load(reinterpret_cast<const float*>(set) + half * kLanes);
+  Vec scale = layout.sets.scales(set, factors, half);
   if constexpr (code == Code::e4m3) scale = mul(scale, all(256.0f));  // the exponent of a half float is 8 off
   s.scale = in_pairs(scale);
   if constexpr (is_shifted) {
-    const unsigned char *zeros = set + layout.zeros_at + half * kLanes, *offsets = set + layout.offsets_at + half * kHalfBytes;
-    s.zero = in_pairs(w.coding.has_zeros ? load_int8(zeros) : zero());
-    s.offset = in_pairs(w.coding.has_offsets ? load(reinterpret_cast<const float*>(offsets)) : zero());
+    s.zero = in_pairs(w.coding.has_zeros ? load_int8(set + layout.sets.zeros_at + half * kLanes) : zero());
+    s.offset = in_pairs(w.coding.has_offsets ? layout.sets.offsets(set, factors, half) : zero());
     if constexpr (code == Code::e4m3) s.zero = {mul(s.zero.low, all(1 / 256.0f)), mul(s.zero.high, all(1 / 256.0f))};
   }
   return s;
@@ -204,7 +214,7 @@ constexpr int64_t kCodesAhead = 2048;
 template <Code code, bool is_shifted, class Take>
 inline __attribute__((always_inline)) void for_pairs(const unsigned char* codes, const Set& set, int64_t part, int64_t half,
                                                      const Take& take) {
-  if constexpr (code == Code::int4 || code == Code::e2m1) {
+  if constexpr (in_nibbles(code)) {
     for (int64_t four = 2 * part; four < 2 * part + 2; ++four) {
       const Words words = load_words(codes + (2 * four + half) * kHalfBytes);
 #pragma GCC unroll 4
@@ -226,12 +236,13 @@ template <Code code, WeightKind kind, bool is_shifted>
 static void expand_block(const Weight& w, const CodedLayout& layout, const unsigned char* panel, int64_t block,
                          unsigned char* out) {
   const unsigned char* codes = panel + layout.codes_at(block);
-  const unsigned char* sets = panel + layout.set_at(block / layout.unit_blocks, 0);
   for (int64_t i = 0; i < layout.block_bytes; i += 64) prefetch(codes + kCodesAhead + i);
   for (int64_t half = 0; half < 2; ++half) {
-    Set set = set_of<code, is_shifted>(w, layout, sets, half);
+    Set set = set_of<code, is_shifted>(w, layout, panel, layout.set_of(block, 0), half);
     for (int64_t part = 0; part < 2; ++part) {
-      if (part == 1 && layout.sets_per_unit == 2) set = set_of<code, is_shifted>(w, layout, sets + layout.set_bytes, half);
+      if (part == 1 && layout.sets_per_unit == 2) {
+        set = set_of<code, is_shifted>(w, layout, panel, layout.set_of(block, 1), half);
+      }
       for_pairs<code, is_shifted>(codes, set, part, half, [&](const Pair& x, int64_t pair) { put_pair<kind>(x, out, pair, half); });
     }
   }
@@ -246,6 +257,7 @@ Kernel of_coding(const Weight& w, const Make& make) {
   };
   switch (w.coding.code) {
     case Code::int4: return shifted(std::integral_constant<Code, Code::int4>());
+    case Code::uint4: return shifted(std::integral_constant<Code, Code::uint4>());
     case Code::int8: return shifted(std::integral_constant<Code, Code::int8>());
     case Code::e4m3: return shifted(std::integral_constant<Code, Code::e4m3>());
     case Code::e5m2: return shifted(std::integral_constant<Code, Code::e5m2>());

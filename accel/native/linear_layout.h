@@ -6,9 +6,11 @@
 //   quads    [k bytes / 4][half][lane][4 bytes]                    all kinds, except where there are tiles
 //   tiles    [k bytes / 64][half][16 quads][lane][4 bytes]         bf16 and int8 with AMX
 //   nibbles  [k / 8][half][lane][4 bytes], a byte holds k and k + 4   int4
+//   sixes    [k / 16] two lines of nibbles, and one of the high bits of the same quads, two bits of each to a byte   int6
 //
 // Panels of integers are a run of groups, each followed by a set of what each output has there: its scale, and a zero
-// and an offset if the weight has any; int8 has one group.
+// and an offset if the weight has any; int8 has one group. Where sets are shorter than a vector, those of two groups
+// follow both. Factors of scales and offsets, if there are any, come first in a panel.
 // k is padded with zeros: to 64 bytes of activations, in int4 within each group.
 //
 // Activations are [row group][k bytes / step][row][step bytes], so that the rows of a tile lie at a constant
@@ -18,7 +20,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
-#include <tuple>
 
 #include "vectors.h"
 #include "linear.h"
@@ -45,9 +46,9 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 inline bool is_quantized(WeightKind kind) {
-  return kind == WeightKind::int8 || kind == WeightKind::int4 || kind == WeightKind::int8_groups;
+  return kind == WeightKind::int8 || kind == WeightKind::int4 || kind == WeightKind::int8_groups || kind == WeightKind::int6;
 }
-inline bool has_groups(WeightKind kind) { return kind == WeightKind::int4 || kind == WeightKind::int8_groups; }
+inline bool has_groups(WeightKind kind) { return is_quantized(kind) && kind != WeightKind::int8; }
 inline bool in_tiles(WeightKind kind) { return kHasTiles && (kind == WeightKind::bf16 || kind == WeightKind::int8); }
 
 // With AVX2 alone int8 weights meet words: of each four activations the first, third, second and fourth.
@@ -106,29 +107,77 @@ struct InputLayout {
   int64_t total_bytes() const { return sums_at() + round_up(rows * depth.num_groups * 4, 64); }
 };
 
+// What the outputs of a panel have for one group, one output after another: scales, zeros, offsets; and factors of
+// these scales and offsets for a few groups together.
+struct SetLayout {
+  int64_t scale_bytes, offset_bytes;  // of one output
+  int64_t zeros_at, offsets_at, num_bytes;
+  int64_t factor_bytes;  // of one scale group
+  int64_t factors_end;   // of a panel
+
+  explicit SetLayout(const Weight& w) {
+    const bool has_factors = w.coding.scale_group > 0;
+    scale_bytes = has_factors ? 1 : w.coding.has_half_scales ? 2 : 4;
+    offset_bytes = has_factors ? 1 : 4;
+    zeros_at = kPanel * scale_bytes;
+    offsets_at = zeros_at + (w.coding.has_zeros ? kPanel : 0);
+    num_bytes = offsets_at + (w.coding.has_offsets ? kPanel * offset_bytes : 0);
+    factor_bytes = has_factors ? 2 * kPanel * (w.coding.has_offsets ? 2 : 1) : 0;
+    factors_end = has_factors ? round_up(w.k / w.coding.scale_group * factor_bytes, kHalfBytes) : 0;
+  }
+  Vec scales(const unsigned char* set, const unsigned char* factors, int64_t half) const {
+    if (scale_bytes == 2) return load_f16(set + half * kLanes * 2);
+    if (scale_bytes == 4) return load(reinterpret_cast<const float*>(set) + half * kLanes);
+    return mul(load_int8(set + half * kLanes), load_f16(factors + half * kLanes * 2));
+  }
+  Vec offsets(const unsigned char* set, const unsigned char* factors, int64_t half) const {
+    const unsigned char* from = set + offsets_at;
+    if (offset_bytes == 4) return load(reinterpret_cast<const float*>(from) + half * kLanes);
+    return mul(load_int8(from + half * kLanes), load_f16(factors + (kPanel + half * kLanes) * 2));
+  }
+};
+
 struct PanelLayout {
   Depth depth;
+  SetLayout sets;
   int64_t width;         // outputs of a panel in the product
   int64_t num_outputs;   // of the product
   int64_t num_panels;
-  int64_t group_bytes;   // weights of one group and its set
-  int64_t scales_at, zeros_at, offsets_at;  // within a group
+  int64_t codes_bytes;   // of one group
+  int64_t sets_together, unit_bytes;  // groups that are followed by their sets, and both
+  int64_t scale_group;
   int64_t panel_bytes;
 
   explicit PanelLayout(const Weight& w) : PanelLayout(w, w.is_gated) {}
-  PanelLayout(const Weight& w, bool is_gated) : depth(w.kind, w.k, w.group) {
-    const auto [kind, coding, n] = std::tuple(w.kind, w.coding, w.n);
+  PanelLayout(const Weight& w, bool is_gated) : depth(w.kind, w.k, w.group), sets(w), scale_group(w.coding.scale_group) {
     width = is_gated ? kLanes : kPanel;
-    num_outputs = is_gated ? n / 2 : n;
+    num_outputs = is_gated ? w.n / 2 : w.n;
     num_panels = ceil_div(num_outputs, width);
-    const int64_t padded = depth.steps_per_group * depth.step;
-    const int64_t bits = kind == WeightKind::f32 ? 32 : kind == WeightKind::bf16 ? 16 : kind == WeightKind::int4 ? 4 : 8;
-    scales_at = padded * kPanel * bits / 8;
-    zeros_at = scales_at + kPanel * (coding.has_half_scales ? 2 : 4);
-    offsets_at = zeros_at + (coding.has_zeros ? kPanel : 0);
-    const int64_t set_end = offsets_at + (coding.has_offsets ? kPanel * 4 : 0);
-    group_bytes = is_quantized(kind) ? round_up(set_end, kHalfBytes) : scales_at;
-    panel_bytes = depth.num_groups * group_bytes;
+    codes_bytes = depth.steps_per_group * depth.step * kPanel * stored_bits(w.kind) / 8;
+    const int64_t set_bytes = is_quantized(w.kind) ? sets.num_bytes : 0;
+    sets_together = set_bytes % kHalfBytes != 0 && depth.num_groups % 2 == 0 ? 2 : 1;
+    unit_bytes = sets_together * codes_bytes + round_up(sets_together * set_bytes, kHalfBytes);
+    panel_bytes = sets.factors_end + depth.num_groups / sets_together * unit_bytes;
+  }
+  static int64_t stored_bits(WeightKind kind) {
+    switch (kind) {
+      case WeightKind::f32: return 32;
+      case WeightKind::bf16: return 16;
+      case WeightKind::int4: return 4;
+      case WeightKind::int6: return 6;
+      default: return 8;
+    }
+  }
+  // Where things of a group lie in a panel.
+  int64_t codes_at(int64_t group) const {
+    return sets.factors_end + group / sets_together * unit_bytes + group % sets_together * codes_bytes;
+  }
+  int64_t set_at(int64_t group) const {
+    return sets.factors_end + group / sets_together * unit_bytes + sets_together * codes_bytes +
+           group % sets_together * sets.num_bytes;
+  }
+  int64_t factors_at(int64_t group) const {
+    return scale_group > 0 ? group * depth.group / scale_group * sets.factor_bytes : 0;
   }
 };
 
@@ -136,22 +185,23 @@ struct PanelLayout {
 // are neither zeros nor offsets.
 template <bool may_shift = true>
 struct GroupSet {
-  Vec scale;
-  const int8_t* zeros;    // or null
-  const float* offsets;   // or null
+  bool has_zeros, has_offsets;
+  Vec scale, offset;
+  IntVec zero;
 
-  GroupSet(const Weight& w, const PanelLayout& panels, const unsigned char* group, int64_t half) {
-    const unsigned char* scales = group + panels.scales_at;
-    scale = w.coding.has_half_scales ? load_f16(scales + half * kLanes * 2) : load(reinterpret_cast<const float*>(scales) + half * kLanes);
-    zeros = w.coding.has_zeros ? reinterpret_cast<const int8_t*>(group + panels.zeros_at) + half * kLanes : nullptr;
-    offsets = w.coding.has_offsets ? reinterpret_cast<const float*>(group + panels.offsets_at) + half * kLanes : nullptr;
+  GroupSet(const Weight& w, const PanelLayout& panels, const unsigned char* panel, int64_t group, int64_t half)
+      : has_zeros(may_shift && w.coding.has_zeros), has_offsets(may_shift && w.coding.has_offsets) {
+    const unsigned char *set = panel + panels.set_at(group), *factors = panel + panels.factors_at(group);
+    scale = panels.sets.scales(set, factors, half);
+    if (has_zeros) zero = load_bytes(set + panels.sets.zeros_at + half * kLanes);
+    if (has_offsets) offset = panels.sets.offsets(set, factors, half);
   }
   // `sum` and a group's exact product of a row, whose activations have `row_scale` and `row_sum`.
   Vec plus(Vec sum, IntVec product, float row_scale, int32_t row_sum) const {
-    if (may_shift && zeros != nullptr) product = sub(product, mul(load_bytes(zeros), all_ints(row_sum)));
+    if (has_zeros) product = sub(product, mul(zero, all_ints(row_sum)));
     const Vec result = fma(mul(all(row_scale), scale), to_float(product), sum);
-    if (!may_shift || offsets == nullptr) return result;
-    return fma(all(-(row_scale * static_cast<float>(row_sum))), load(offsets), result);
+    if (!has_offsets) return result;
+    return fma(all(-(row_scale * static_cast<float>(row_sum))), offset, result);
   }
 };
 
@@ -193,6 +243,8 @@ inline int64_t tile_offset(int64_t k_byte, int64_t column) {
   return k_byte / 64 * (2 * kTileBytes) + column / 16 * kTileBytes + k_byte % 64 / 4 * 64 + column % 16 * 4 + k_byte % 4;
 }
 inline int64_t nibble_offset(int64_t k, int64_t column) { return k / 8 * kLineBytes + column * 4 + k % 4; }
+// Numbers of int4 and int6 are stored without a sign, as more than they are by so much.
+inline int32_t excess_of(const Weight& w) { return w.kind == WeightKind::int6 ? 32 : w.coding.is_unsigned ? 0 : 8; }
 
 // The input of the product that comes next.
 struct Next {

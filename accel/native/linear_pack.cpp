@@ -29,47 +29,62 @@ inline void load_transposed(const void* rows, int64_t stride_bytes, __m128i (&x)
 
 inline void put(unsigned char* to, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x); }
 
+// Writes element `index` of `from`, of 1, 2 or 4 bytes, as element `lane` of `to`; 0 for a lane without an output.
+inline void put_element(unsigned char* to, int64_t lane, const void* from, int64_t index, int64_t num_bytes) {
+  const auto* source = static_cast<const unsigned char*>(from) + index * num_bytes;
+  to += lane * num_bytes;
+  if (index < 0) {
+    std::memset(to, 0, static_cast<size_t>(num_bytes));
+  } else if (num_bytes == 1) {
+    *to = *source;
+  } else {
+    num_bytes == 2 ? std::memcpy(to, source, 2) : std::memcpy(to, source, 4);
+  }
+}
+
+// What an output has for one group, that of `index` in `rows`; -1: nothing, for a lane without an output.
+inline void put_set(const Weight& w, const SetLayout& sets, unsigned char* set, int64_t lane, const CodedRows& rows, int64_t index) {
+  put_element(set, lane, rows.scales, index, sets.scale_bytes);
+  if (w.coding.has_zeros) put_element(set + sets.zeros_at, lane, rows.zeros, index, 1);
+  if (w.coding.has_offsets) put_element(set + sets.offsets_at, lane, rows.offsets, index, sets.offset_bytes);
+}
+
+// The factors of an output, of row `i` of `rows`; -1: none.
+inline void put_factors(const Weight& w, const SetLayout& sets, unsigned char* panel, int64_t lane, const CodedRows& rows, int64_t i) {
+  const int64_t count = w.coding.scale_group > 0 ? w.k / w.coding.scale_group : 0;
+  for (int64_t group = 0; group < count; ++group, panel += sets.factor_bytes) {
+    const int64_t index = i < 0 ? -1 : i * count + group;
+    put_element(panel, lane, rows.factors, index, 2);
+    if (w.coding.has_offsets) put_element(panel + 2 * kPanel, lane, rows.offset_factors, index, 2);
+  }
+}
+
 struct Packer {
   const Weight& w;
   PanelLayout panels;
 
   explicit Packer(const Weight& weight) : w(weight), panels(weight) {}
 
-  unsigned char* group(Column c, int64_t index) const {
-    return w.data + c.panel * panels.panel_bytes + index * panels.group_bytes;
-  }
-  // What an output has for one group: nothing for a lane without an output.
-  void put_set(Column c, int64_t index, const void* scale, const int8_t* zero, const float* offset) const {
-    constexpr char none[4] = {};
-    unsigned char* to = group(c, index);
-    const int64_t scale_bytes = w.coding.has_half_scales ? 2 : 4;
-    std::memcpy(to + panels.scales_at + c.lane * scale_bytes, scale != nullptr ? scale : none, static_cast<size_t>(scale_bytes));
-    if (w.coding.has_zeros) std::memcpy(to + panels.zeros_at + c.lane, zero != nullptr ? static_cast<const void*>(zero) : none, 1);
-    if (w.coding.has_offsets) {
-      std::memcpy(to + panels.offsets_at + c.lane * 4, offset != nullptr ? static_cast<const void*>(offset) : none, 4);
-    }
-  }
-  // What a number stands for in the group at `from`.
-  float value_of(Column c, const unsigned char* from, int32_t number) const {
-    const GroupSet<> set(w, panels, from, c.lane / kLanes);
+  unsigned char* panel(Column c) const { return w.data + c.panel * panels.panel_bytes; }
+  unsigned char* group(Column c, int64_t index) const { return panel(c) + panels.codes_at(index); }
+  // What a number stands for in a group.
+  float value_of(Column c, int64_t index, int32_t number) const {
+    const GroupSet<> set(w, panels, panel(c), index, c.lane / kLanes);
     const int64_t lane = c.lane % kLanes;
-    float scales[kLanes];
+    float scales[kLanes], offsets[kLanes];
     store(scales, set.scale);
-    const float value = static_cast<float>(number - (set.zeros != nullptr ? set.zeros[lane] : 0)) * scales[lane];
-    return set.offsets != nullptr ? value - set.offsets[lane] : value;
+    if (set.has_offsets) store(offsets, set.offset);
+    const auto* zeros = reinterpret_cast<const int8_t*>(panel(c) + panels.set_at(index) + panels.sets.zeros_at);
+    const float value = static_cast<float>(number - (set.has_zeros ? zeros[c.lane] : 0)) * scales[lane];
+    return set.has_offsets ? value - offsets[lane] : value;
   }
   // What the sets of all groups have for an output, from row `i` of `rows`; -1: none.
   void put_sets(Column c, const CodedRows& rows, int64_t i) const {
-    const int64_t num_groups = panels.depth.num_groups, scale_bytes = w.coding.has_half_scales ? 2 : 4;
+    const int64_t num_groups = panels.depth.num_groups;
     for (int64_t index = 0; index < num_groups; ++index) {
-      const int64_t at = i * num_groups + index;
-      if (i < 0) {
-        put_set(c, index, nullptr, nullptr, nullptr);
-      } else {
-        put_set(c, index, static_cast<const unsigned char*>(rows.scales) + at * scale_bytes,
-                rows.zeros != nullptr ? rows.zeros + at : nullptr, rows.offsets != nullptr ? rows.offsets + at : nullptr);
-      }
+      put_set(w, panels.sets, panel(c) + panels.set_at(index), c.lane, rows, i < 0 ? -1 : i * num_groups + index);
     }
+    put_factors(w, panels.sets, panel(c), c.lane, rows, i);
   }
   // Dot products of bytes take one unsigned operand: without tiles, AVX-512 weights are stored as value + 128.
   uint32_t flip(int64_t element_size) const {
@@ -140,18 +155,67 @@ struct Packer {
       }
     }
   }
-  // Numbers of int4 in a byte each.
-  void put_nibbles(Column c, const int8_t* row) const {
+  // 16 numbers of int6 of four outputs each; `rows` are of bytes.
+  void put_half_of_sixes(Column first, const int8_t* rows) const {
+    const __m128i low = _mm_set1_epi8(15), two_bits = _mm_set1_epi8(3), excess = _mm_set1_epi8(32);
+    for (int64_t index = 0; index < panels.depth.num_groups; ++index) {
+      unsigned char* to = group(first, index) + first.lane * 4;
+      for (int64_t k = panels.depth.begin(index); k < panels.depth.begin(index) + panels.depth.group; k += 16, to += 3 * kLineBytes) {
+        for (int64_t lane = 0; lane < kLanes; lane += 4) {
+          __m128i quads[4];
+          load_transposed(rows + lane * w.k + k, w.k, quads);
+          __m128i nibbles[4], bits = _mm_setzero_si128();
+          for (int i = 0; i < 4; ++i) {
+            const __m128i codes = _mm_add_epi8(quads[i], excess);
+            nibbles[i] = _mm_and_si128(codes, low);
+            bits = _mm_or_si128(bits, _mm_slli_epi16(_mm_and_si128(_mm_srli_epi16(codes, 4), two_bits), 2 * i));
+          }
+          put(to + lane * 4, _mm_or_si128(nibbles[0], _mm_slli_epi16(nibbles[1], 4)));
+          put(to + lane * 4 + kLineBytes, _mm_or_si128(nibbles[2], _mm_slli_epi16(nibbles[3], 4)));
+          put(to + lane * 4 + 2 * kLineBytes, bits);
+        }
+      }
+    }
+  }
+  // Numbers of int4 or int6 in a byte each.
+  void put_numbers(Column c, const int8_t* row) const {
+    const int32_t excess = excess_of(w);
     for (int64_t index = 0; index < panels.depth.num_groups; ++index) {
       unsigned char* to = group(c, index);
       const int64_t begin = panels.depth.begin(index), size = panels.depth.size(index);
       const int64_t padded = panels.depth.steps_per_group * panels.depth.step;
-      auto nibble = [&](int64_t k) { return (row != nullptr && k < size ? row[begin + k] + 8 : 8) & 15; };
-      for (int64_t k = 0; k < padded; k += 8) {
-        unsigned char* quad = to + nibble_offset(k, c.lane);
-        for (int64_t i = 0; i < 4; ++i) quad[i] = static_cast<unsigned char>(nibble(k + i) | nibble(k + 4 + i) << 4);
+      const auto code = [&](int64_t k) { return (row != nullptr && k < size ? row[begin + k] : 0) + excess; };
+      const auto put_quads = [&](unsigned char* quad, int64_t k) {
+        for (int64_t i = 0; i < 4; ++i) quad[i] = static_cast<unsigned char>((code(k + i) & 15) | (code(k + 4 + i) & 15) << 4);
+      };
+      if (w.kind == WeightKind::int4) {
+        for (int64_t k = 0; k < padded; k += 8) put_quads(to + nibble_offset(k, c.lane), k);
+        continue;
+      }
+      for (int64_t k = 0; k < padded; k += 16, to += 3 * kLineBytes) {
+        put_quads(to + c.lane * 4, k);
+        put_quads(to + c.lane * 4 + kLineBytes, k + 8);
+        for (int64_t i = 0; i < 4; ++i) {
+          int32_t bits = 0;
+          for (int64_t quad = 0; quad < 4; ++quad) bits |= (code(k + 4 * quad + i) >> 4 & 3) << 2 * quad;
+          to[c.lane * 4 + 2 * kLineBytes + i] = static_cast<unsigned char>(bits);
+        }
       }
     }
+  }
+  // The number of an input.
+  int32_t number_at(Column c, int64_t k) const {
+    const int64_t inside = k % panels.depth.group;
+    const unsigned char* from = group(c, k / panels.depth.group);
+    if (w.kind == WeightKind::int8 || w.kind == WeightKind::int8_groups) {
+      return static_cast<int8_t>(from[offset(inside, c.lane)] ^ (flip(1) & 0xff));
+    }
+    const int64_t at_once = w.kind == WeightKind::int6 ? 16 : 8;
+    from += w.kind == WeightKind::int6 ? inside / 16 * 3 * kLineBytes : nibble_offset(inside / 8 * 8, 0);
+    const int64_t quad = inside % at_once / 4, byte = c.lane * 4 + inside % 4;
+    const int32_t nibble = from[quad / 2 * kLineBytes + byte] >> quad % 2 * 4 & 15;
+    const int32_t bits = w.kind == WeightKind::int6 ? from[2 * kLineBytes + byte] >> 2 * quad & 3 : 0;
+    return (nibble | bits << 4) - excess_of(w);
   }
 };
 
@@ -209,37 +273,38 @@ void pack_numbers(const Weight& w, int64_t begin, int64_t count, const int8_t* r
   if (w.kind != WeightKind::int4) return pack_rows_of(w, begin, count, rows, stride, &sets);
   const Packer packer(w);
   each_output(w, packer.panels, begin, count, rows, stride, [&](Column c, int64_t i, const int8_t* row) {
-    packer.put_nibbles(c, row);
+    packer.put_numbers(c, row);
     packer.put_sets(c, sets, i);
   });
 }
 
 // The same as codes.
 void pack_integers(const Weight& w, int64_t begin, int64_t count, const CodedRows& rows) {
-  if (w.kind != WeightKind::int4) {
-    return pack_numbers(w, begin, count, reinterpret_cast<const int8_t*>(rows.codes), w.k, rows);
-  }
+  const auto* bytes = reinterpret_cast<const int8_t*>(rows.codes);
+  if (w.kind != WeightKind::int4 && w.kind != WeightKind::int6) return pack_numbers(w, begin, count, bytes, w.k, rows);
   const Packer packer(w);
   const Depth& depth = packer.panels.depth;
-  const bool is_whole = depth.group % kBlock == 0 && depth.num_groups * depth.group == w.k;
+  const bool in_sixes = w.kind == WeightKind::int6;
+  const bool is_whole = (in_sixes || depth.group % kBlock == 0) && depth.num_groups * depth.group == w.k;
   std::vector<int8_t> numbers(static_cast<size_t>(w.k));
   for (int64_t done = 0; done < count;) {
-    const unsigned char* codes = rows.codes + done * w.k / 2;
+    const unsigned char* codes = rows.codes + done * w.k / 2;  // of nibbles
     const Column column = column_of(w, packer.panels, begin + done);
     if (is_whole && fills_half(w, column, begin + done, count - done)) {
-      packer.put_half_of_nibbles(column, codes, w.k / 2);
+      in_sixes ? packer.put_half_of_sixes(column, bytes + done * w.k) : packer.put_half_of_nibbles(column, codes, w.k / 2);
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         packer.put_sets(Column{column.panel, column.lane + lane}, rows, done + lane);
       }
       done += kLanes;
       continue;
     }
-    for (int64_t k = 0; k < w.k; k += 2) {
-      numbers[static_cast<size_t>(k)] = static_cast<int8_t>((codes[k / 2] & 15) - 8);
-      numbers[static_cast<size_t>(k + 1)] = static_cast<int8_t>((codes[k / 2] >> 4) - 8);
+    for (int64_t k = 0; k < w.k && !in_sixes; k += 2) {
+      numbers[static_cast<size_t>(k)] = static_cast<int8_t>((codes[k / 2] & 15) - excess_of(w));
+      numbers[static_cast<size_t>(k + 1)] = static_cast<int8_t>((codes[k / 2] >> 4) - excess_of(w));
     }
-    each_output(w, packer.panels, begin + done, 1, numbers.data(), w.k, [&](Column c, int64_t, const int8_t* row) {
-      packer.put_nibbles(c, row);
+    const int8_t* one = in_sixes ? bytes + done * w.k : numbers.data();
+    each_output(w, packer.panels, begin + done, 1, one, w.k, [&](Column c, int64_t, const int8_t* row) {
+      packer.put_numbers(c, row);
       packer.put_sets(c, rows, row != nullptr ? done : -1);
     });
     ++done;
@@ -379,12 +444,23 @@ void pack_f32(const Weight& w, int64_t begin, int64_t count, const float* rows, 
 }
 
 void pack_integers(const Weight& w, int64_t begin, int64_t count, const int8_t* rows, int64_t stride, const float* scales) {
-  linear::pack_numbers(w, begin, count, rows, stride, {nullptr, scales, nullptr, nullptr});
+  linear::pack_numbers(w, begin, count, rows, stride, {nullptr, scales, nullptr, nullptr, nullptr, nullptr});
 }
 
-int64_t coded_bits(const Weight& w) {
-  if (w.coding.code == Code::none) return w.kind == WeightKind::int4 ? 4 : 8;
-  return linear::bits_of(w.coding.code);
+CodedRows rows_from(const Weight& w, const CodedRows& rows, int64_t first) {
+  const linear::SetLayout layout(w);
+  const bool in_nibbles = w.kind == WeightKind::int4 || linear::in_nibbles(w.coding.code);
+  const int64_t set = first * (w.group > 0 ? w.k / w.group : 1);
+  const int64_t factor = first * (w.coding.scale_group > 0 ? w.k / w.coding.scale_group : 0);
+  const auto from = [](const void* all, int64_t index, int64_t num_bytes) -> const void* {
+    return all == nullptr ? nullptr : static_cast<const char*>(all) + index * num_bytes;
+  };
+  return {rows.codes + first * w.k / (in_nibbles ? 2 : 1),
+          from(rows.scales, set, layout.scale_bytes),
+          static_cast<const int8_t*>(from(rows.zeros, set, 1)),
+          from(rows.offsets, set, layout.offset_bytes),
+          static_cast<const uint16_t*>(from(rows.factors, factor, 2)),
+          static_cast<const uint16_t*>(from(rows.offset_factors, factor, 2))};
 }
 
 void pack_codes(const Weight& w, int64_t begin, int64_t count, const CodedRows& rows) {
@@ -393,54 +469,34 @@ void pack_codes(const Weight& w, int64_t begin, int64_t count, const CodedRows& 
   const linear::PanelLayout panels(w);
   const int64_t row_bytes = w.k * linear::bits_of(w.coding.code) / 8;
   const int64_t num_stored = w.group > 0 ? w.k / w.group : 1;
-  const int64_t scale_bytes = w.coding.has_half_scales ? 2 : 4;
   for (int64_t done = 0, num_rows; done < count; done += num_rows) {
     const Column column = linear::column_of(w, panels, begin + done);
     num_rows = linear::fills_half(w, column, begin + done, count - done) ? kLanes : 1;
     unsigned char* panel = w.data + column.panel * layout.panel_bytes;
     linear::put_codes_of(w, layout, panel, column.lane, num_rows, rows.codes + done * row_bytes);
     for (int64_t set = 0; set < num_stored * layout.repeats; ++set) {
-      unsigned char* to = panel + layout.set_at(set / layout.sets_per_unit, set % layout.sets_per_unit);
-      int64_t from = done * num_stored + set / layout.repeats;
-      for (int64_t lane = column.lane; lane < column.lane + num_rows; ++lane, from += num_stored) {
-        const char* scale = static_cast<const char*>(rows.scales) + from * scale_bytes;
-        if (scale_bytes == 2) {
-          std::memcpy(to + lane * 2, scale, 2);
-        } else {
-          std::memcpy(to + lane * 4, scale, 4);
-        }
-        if (w.coding.has_zeros) to[layout.zeros_at + lane] = static_cast<unsigned char>(rows.zeros[from]);
-        if (w.coding.has_offsets) std::memcpy(to + layout.offsets_at + lane * 4, rows.offsets + from, 4);
+      const int64_t from = done * num_stored + set / layout.repeats;
+      for (int64_t i = 0; i < num_rows; ++i) {
+        linear::put_set(w, layout.sets, panel + layout.set_at(set), column.lane + i, rows, from + i * num_stored);
       }
     }
+    for (int64_t i = 0; i < num_rows; ++i) linear::put_factors(w, layout.sets, panel, column.lane + i, rows, done + i);
   }
 }
 
 void unpack_row(const Weight& w, int64_t output, float* row) {
   if (w.coding.code != Code::none) return linear::unpack_codes(w, output, row);
   const Packer packer(w);
-  const linear::Depth& depth = packer.panels.depth;
   const Column c = linear::column_of(w, packer.panels, output);
   for (int64_t k = 0; k < w.k; ++k) {
-    const int64_t index = k / depth.group, inside = k % depth.group;
-    const unsigned char* from = packer.group(c, index);
+    const unsigned char* plain = packer.group(c, 0);
     if (w.kind == WeightKind::bf16) {
-      row[k] = linear::from_bf16(from + packer.offset(2 * k, c.lane));
-      continue;
-    }
-    if (w.kind == WeightKind::f32) {
-      row[k] = linear::from_f32(from + packer.offset(4 * k, c.lane));
-      continue;
-    }
-    int32_t number;
-    if (w.kind == WeightKind::int4) {
-      const unsigned char both = from[linear::nibble_offset(inside / 8 * 8 + inside % 4, c.lane)];
-      number = (inside % 8 < 4 ? both & 15 : both >> 4) - 8;
+      row[k] = linear::from_bf16(plain + packer.offset(2 * k, c.lane));
+    } else if (w.kind == WeightKind::f32) {
+      row[k] = linear::from_f32(plain + packer.offset(4 * k, c.lane));
     } else {
-      const unsigned char flip = linear::kHasDots && !linear::in_tiles(w.kind) ? 0x80 : 0;
-      number = static_cast<int8_t>(from[packer.offset(inside, c.lane)] ^ flip);
+      row[k] = packer.value_of(c, k / packer.panels.depth.group, packer.number_at(c, k));
     }
-    row[k] = packer.value_of(c, from, number);
   }
 }
 

@@ -187,15 +187,8 @@ Finding quantize_rows(const Weight& weight, int64_t begin, int64_t count, Stored
 }
 
 void pack_coded_rows(const Weight& weight, int64_t begin, int64_t count, const CodedRows& rows, int num_threads) {
-  const int64_t row_bytes = weight.k * coded_bits(weight) / 8;
-  const int64_t num_groups = weight.group > 0 ? weight.k / weight.group : 1;
-  const int64_t scale_bytes = weight.coding.has_half_scales ? 2 : 4;
   share_rows(weight, begin, count, num_threads, [&](int64_t first, int64_t num_rows) {
-    const int64_t done = first - begin, sets = done * num_groups;
-    pack_codes(weight, first, num_rows,
-               {rows.codes + done * row_bytes, static_cast<const char*>(rows.scales) + sets * scale_bytes,
-                rows.zeros == nullptr ? nullptr : rows.zeros + sets,
-                rows.offsets == nullptr ? nullptr : rows.offsets + sets});
+    pack_codes(weight, first, num_rows, rows_from(weight, rows, first - begin));
   });
 }
 

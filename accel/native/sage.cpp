@@ -51,10 +51,8 @@ int sage_pack_quantized(const SageLinear* linear, int64_t begin, int64_t count, 
                                               rows, clip_ratio, max_error, num_threads, search_scales != 0));
 }
 
-void sage_pack_codes(const SageLinear* linear, int64_t begin, int64_t count, const void* codes, const void* scales,
-                     const int8_t* zeros, const float* offsets, int32_t num_threads) {
-  sage::pack_coded_rows(sage::as_weight(*linear), begin, count,
-                        {static_cast<const unsigned char*>(codes), scales, zeros, offsets}, num_threads);
+void sage_pack_codes(const SageLinear* linear, int64_t begin, int64_t count, const SageCodedRows* rows, int32_t num_threads) {
+  sage::pack_coded_rows(sage::as_weight(*linear), begin, count, sage::as_rows(*rows), num_threads);
 }
 
 int sage_convert(int32_t stored, const void* values, int64_t count, int32_t target, void* out, int32_t num_threads) {

@@ -19,13 +19,19 @@ typedef struct {
   int64_t n, k, group;
   unsigned char* data;
   const float* bias;
-  int32_t code, has_half_scales, has_zeros, has_offsets;
+  int32_t code, has_half_scales, has_zeros, has_offsets, is_unsigned;
+  int64_t scale_group;
   int32_t has_one_scale;  // as sage::Input
   int32_t input_code;     // as sage::Rounding; 0: inputs stay as they are
   int64_t input_group;
   float input_scale;
   const int32_t* order;   // (k) the input that each column belongs to; null: its own
 } SageLinear;
+
+// As sage::CodedRows.
+typedef struct {
+  const void *codes, *scales, *zeros, *offsets, *factors, *offset_factors;
+} SageCodedRows;
 
 // weight / sqrt(mean(x²) + eps); without a weight there is no norm.
 typedef struct {
@@ -101,9 +107,8 @@ SAGE_API int sage_pack(const SageLinear*, int64_t begin, int64_t count, int32_t 
 // `max_error` is raised to the largest difference between a weight and its code, in steps.
 SAGE_API int sage_pack_quantized(const SageLinear*, int64_t begin, int64_t count, int32_t stored, const void* rows,
                                  float clip_ratio, float* max_error, int32_t num_threads, int32_t search_scales);
-// Packs outputs of a matrix from codes, as sage::CodedRows: to stay codes, or as int8 or int4 to be multiplied so.
-SAGE_API void sage_pack_codes(const SageLinear*, int64_t begin, int64_t count, const void* codes, const void* scales,
-                              const int8_t* zeros, const float* offsets, int32_t num_threads);
+// Packs outputs of a matrix from codes: to stay codes, or as integers to be multiplied so.
+SAGE_API void sage_pack_codes(const SageLinear*, int64_t begin, int64_t count, const SageCodedRows*, int32_t num_threads);
 // Converts `count` stored values to SAGE_STORED_BF16 or SAGE_STORED_F32.
 SAGE_API int sage_convert(int32_t stored, const void* values, int64_t count, int32_t target, void* out,
                           int32_t num_threads);

@@ -107,7 +107,13 @@ struct Activations {
 Weight as_weight(const SageLinear& linear) {
   return {static_cast<WeightKind>(linear.kind), linear.is_gated != 0, linear.n, linear.k, linear.group,
           linear.data, linear.bias,
-          {static_cast<Code>(linear.code), linear.has_half_scales != 0, linear.has_zeros != 0, linear.has_offsets != 0}};
+          {static_cast<Code>(linear.code), linear.has_half_scales != 0, linear.has_zeros != 0, linear.has_offsets != 0,
+           linear.is_unsigned != 0, linear.scale_group}};
+}
+
+CodedRows as_rows(const SageCodedRows& rows) {
+  return {static_cast<const unsigned char*>(rows.codes), rows.scales, static_cast<const int8_t*>(rows.zeros), rows.offsets,
+          static_cast<const uint16_t*>(rows.factors), static_cast<const uint16_t*>(rows.offset_factors)};
 }
 
 void Scratch::Free::operator()(unsigned char* memory) const { std::free(memory); }

@@ -12,6 +12,7 @@
 namespace sage {
 
 Weight as_weight(const SageLinear&);
+CodedRows as_rows(const SageCodedRows&);
 
 // Memory that only grows; its content does not outlive a call of `take`.
 class Scratch {

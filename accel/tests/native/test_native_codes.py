@@ -12,16 +12,26 @@ from numpy.typing import NDArray
 
 from sagellm.accel.coded import expand, numbers_of
 from sagellm.accel.native.library import NativeLibrary
-from sagellm.accel.native.weights import CODES
+from sagellm.accel.native.structures import CodedRows as GivenRows, Linear
+from sagellm.accel.native.weights import CODES, given_rows
 from sagellm.core.protocols.weight_form import CodedRows, CodeType, WeightForm
 
 Floats = NDArray[np.float32]
 KINDS = {"bf16": 0, "f32": 3}
-NUMBERS = {**KINDS, "int4": 2, "int8_groups": 4}
+NUMBERS = {**KINDS, "int4": 2, "int8_groups": 4, "int6": 5}
 
 
-def form(code: CodeType, group: int = 0, *, has_zeros: bool = False, has_offsets: bool = False) -> WeightForm:
-    return WeightForm(code=code, group_size=group, has_zeros=has_zeros, has_offsets=has_offsets)
+def form(
+    code: CodeType,
+    group: int = 0,
+    *,
+    has_zeros: bool = False,
+    has_offsets: bool = False,
+    scale_group: int = 0,
+) -> WeightForm:
+    return WeightForm(
+        code=code, group_size=group, has_zeros=has_zeros, has_offsets=has_offsets, scale_group=scale_group
+    )
 
 
 FORMS = [
@@ -33,6 +43,9 @@ FORMS = [
     form(CodeType.INT8, 48, has_offsets=True),
     form(CodeType.FP8_E4M3, 64, has_zeros=True),
     form(CodeType.INT4, 16),
+    form(CodeType.UINT4, 32, has_offsets=True, scale_group=96),
+    form(CodeType.INT6, 16, scale_group=48),
+    form(CodeType.INT8, 64, has_zeros=True, has_offsets=True, scale_group=128),
 ]
 
 
@@ -90,6 +103,18 @@ def random_rows(form: WeightForm, shape: tuple[int, int], scales: Any = np.float
     codes = random.integers(0, 256, (n, k * form.code.bits // 8), np.uint8)
     if form.code.bits == 8:
         codes[~np.isfinite(numbers_of(form.code))[codes]] = 1
+    if form.code is CodeType.INT6:
+        codes = (codes.view(np.int8) >> 2).view(np.uint8)
+    if form.scale_group:
+        several = (n, k // form.scale_group)
+        return CodedRows(
+            codes=codes,
+            scales=random.integers(-128, 128, (n, groups), np.int8),
+            zeros=random.integers(-8, 8, (n, groups), np.int8) if form.has_zeros else None,
+            offsets=random.integers(0, 64, (n, groups), np.int8) if form.has_offsets else None,
+            factors=random.uniform(0.0001, 0.001, several).astype(np.float16),
+            offset_factors=random.uniform(0.001, 0.01, several).astype(np.float16),
+        )
     return CodedRows(
         codes=codes,
         scales=random.uniform(0.001, 0.01, (n, groups)).astype(scales),
@@ -102,19 +127,20 @@ def coded(
     functions: Any, kind: str, form: WeightForm, rows: CodedRows, *, is_gated: bool = False, piece: int = 32
 ) -> Product:
     n, k = len(rows.codes), rows.codes.shape[1] * 8 // form.code.bits
-    handle = ctypes.c_void_p(
-        functions.sage_linear_create_coded(
-            NUMBERS[kind], is_gated, ctypes.c_int64(n), ctypes.c_int64(k), ctypes.c_int64(form.group_size),
-            None, CODES[form.code] if kind in KINDS else 0, rows.scales.dtype == np.float16,
-            form.has_zeros, form.has_offsets,
-        )
+    has_half_scales = rows.scales.dtype == np.float16
+    linear = Linear(
+        kind=NUMBERS[kind], is_gated=is_gated, n=n, k=k, group=form.group_size, scale_group=form.scale_group,
+        code=CODES[form.code] if kind in KINDS else 0, has_half_scales=has_half_scales,
+        has_zeros=form.has_zeros, has_offsets=form.has_offsets, is_unsigned=form.code is CodeType.UINT4,
     )  # fmt: skip
+    handle = ctypes.c_void_p(functions.sage_linear_create_coded(ctypes.byref(linear)))
     for begin in range(0, n, piece):
-        part = rows[begin : begin + piece]
+        arrays = given_rows(rows[begin : begin + piece], has_half_scales=has_half_scales)
+        given = GivenRows(*(pointer(each) for each in arrays))
+        count = min(piece, n - begin)
         functions.sage_linear_pack_codes(
-            handle, ctypes.c_int64(begin), ctypes.c_int64(len(part.codes)),
-            *(pointer(each) for each in (part.codes, part.scales, part.zeros, part.offsets)),
-        )  # fmt: skip
+            handle, ctypes.c_int64(begin), ctypes.c_int64(count), ctypes.byref(given)
+        )
     return Product(functions, handle, (n, k), is_gated)
 
 
@@ -134,7 +160,7 @@ def plain(functions: Any, kind: str, values: Floats, *, is_gated: bool = False) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_products_have_the_bits_of_the_weights(functions: Any, form: WeightForm, kind: str) -> None:
-    shape = (70, 96 if form.group_size in (0, 16, 32, 48) else 256)
+    shape = (70, 192 if form.scale_group == 48 else 96 if form.group_size in (0, 16, 32, 48) else 256)
     rows = random_rows(form, shape)
     one, other = coded(functions, kind, form, rows), plain(functions, kind, expand(rows, form))
     assert np.array_equal(one.unpacked(), other.unpacked())
@@ -149,7 +175,11 @@ def test_products_have_the_bits_of_the_weights(functions: Any, form: WeightForm,
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("piece", [7, 32, 200])
 def test_gates_and_pieces_of_any_size(functions: Any, kind: str, piece: int) -> None:
-    for each in (form(CodeType.INT4, 32, has_zeros=True), form(CodeType.INT8, 16)):
+    for each in (
+        form(CodeType.INT4, 32, has_zeros=True),
+        form(CodeType.INT8, 16),
+        form(CodeType.INT6, 16, scale_group=32),
+    ):
         rows = random_rows(each, (2 * 50, 96))
         one = coded(functions, kind, each, rows, is_gated=True, piece=piece)
         other = plain(functions, kind, expand(rows, each), is_gated=True)
@@ -216,6 +246,14 @@ INTEGERS = [
     ("int8_groups", form(CodeType.INT8, 48)),
     ("int8_groups", form(CodeType.INT8, has_zeros=True)),
     ("int8_groups", form(CodeType.INT8, 64, has_zeros=True, has_offsets=True)),
+    ("int8_groups", form(CodeType.INT8, 32, has_offsets=True, scale_group=96)),
+    ("int4", form(CodeType.UINT4, 32, has_offsets=True)),
+    ("int4", form(CodeType.UINT4, 32, has_offsets=True, scale_group=128)),
+    ("int4", form(CodeType.UINT4, 96, has_zeros=True, has_offsets=True, scale_group=192)),
+    ("int6", form(CodeType.INT6, 16, scale_group=128)),
+    ("int6", form(CodeType.INT6, 48, scale_group=384)),
+    ("int6", form(CodeType.INT6, 32, has_zeros=True)),
+    ("int6", form(CodeType.INT6, has_offsets=True)),
 ]
 
 

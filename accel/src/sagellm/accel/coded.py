@@ -18,7 +18,9 @@ def numbers_of(code: CodeType) -> Floats:
     codes = np.arange(1 << code.bits)
     if code is CodeType.INT4:
         return (codes - 8).astype(np.float32)
-    if code is CodeType.INT8:
+    if code is CodeType.UINT4:
+        return codes.astype(np.float32)
+    if code in (CodeType.INT6, CodeType.INT8):
         return codes.astype(np.uint8).view(np.int8).astype(np.float32)
     exponent_bits, mantissa_bits, bias = {
         CodeType.FP8_E4M3: (4, 3, 7),
@@ -51,8 +53,9 @@ def expand(rows: CodedRows, form: WeightForm, order: npt.NDArray[np.int64] | Non
     weights = np.reshape(numbers_of(form.code)[codes], (len(codes), rows.scales.shape[1], -1))
     if rows.zeros is not None:
         weights -= rows.zeros[..., None].astype(np.float32)
-    weights *= rows.scales[..., None].astype(np.float32)
-    if rows.offsets is not None:
-        weights -= rows.offsets[..., None].astype(np.float32)
+    weights *= rows.whole_scales()[..., None].astype(np.float32)
+    offsets = rows.whole_offsets()
+    if offsets is not None:
+        weights -= offsets[..., None].astype(np.float32)
     whole = weights.reshape(codes.shape)
     return whole if order is None else np.take(whole, np.argsort(order), axis=1)

@@ -59,11 +59,12 @@ class CodedLinear(PlainLinear):
             first = read.outputs.start + begin
             place = slice(first, first + len(rows.codes))
             _copy(self._codes[place], rows.codes.view(np.uint8))
-            _copy(self._scales[place], rows.scales)
+            _copy(self._scales[place], rows.whole_scales())
             if self._zeros is not None and rows.zeros is not None:
                 _copy(self._zeros[place], rows.zeros)
-            if self._offsets is not None and rows.offsets is not None:
-                _copy(self._offsets[place], rows.offsets)
+            offsets = rows.whole_offsets()
+            if self._offsets is not None and offsets is not None:
+                _copy(self._offsets[place], offsets)
             del rows  # before the next piece is made: a view keeps pages of the file in memory
         self._end_part(read, weights)
 
@@ -93,10 +94,12 @@ class CodedLinear(PlainLinear):
         code = self._form.code
         if code in _FLOATS:
             return codes.view(_FLOATS[code]).float()
-        if code is CodeType.INT8:
+        if code.bits == 8:
             return codes.view(torch.int8).float()
         both = torch.stack((codes & 15, codes >> 4), dim=-1).view(len(codes), -1)
-        return both.float().sub_(8) if code is CodeType.INT4 else self._table[both.int()]
+        if code is CodeType.FP4_E2M1:
+            return self._table[both.int()]
+        return both.float().sub_(8) if code is CodeType.INT4 else both.float()
 
     def _zeroed(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)

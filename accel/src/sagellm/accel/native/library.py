@@ -45,10 +45,7 @@ _FUNCTIONS: Mapping[str, tuple[object, tuple[object, ...]]] = {
         _INT32,
         (_POINTER, _INT64, _INT64, _INT32, _POINTER, ctypes.c_float, _POINTER, _INT32, _INT32),
     ),
-    "sage_pack_codes": (
-        None,
-        (_POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER, _POINTER, _INT32),
-    ),
+    "sage_pack_codes": (None, (_POINTER, _INT64, _INT64, _POINTER, _INT32)),
     "sage_convert": (_INT32, (_INT32, _POINTER, _INT64, _INT32, _POINTER, _INT32)),
     "sage_create": (_POINTER, (_POINTER,)),
     "sage_destroy": (None, (_POINTER,)),

@@ -15,11 +15,20 @@ class Linear(ctypes.Structure):
         *((name, _INT64) for name in ("n", "k", "group")),
         ("data", _POINTER),
         ("bias", _POINTER),
-        *((name, _INT32) for name in ("code", "has_half_scales", "has_zeros", "has_offsets")),
+        *((name, _INT32) for name in ("code", "has_half_scales", "has_zeros", "has_offsets", "is_unsigned")),
+        ("scale_group", _INT64),
         *((name, _INT32) for name in ("has_one_scale", "input_code")),
         ("input_group", _INT64),
         ("input_scale", _FLOAT),
         ("order", _POINTER),
+    ]
+
+
+class CodedRows(ctypes.Structure):
+    """Some outputs of a weight, as a checkpoint has them."""
+
+    _fields_ = [
+        (name, _POINTER) for name in ("codes", "scales", "zeros", "offsets", "factors", "offset_factors")
     ]
 
 

@@ -26,7 +26,7 @@ from sagellm.core import (
 )
 from sagellm.core.protocols.model_spec import FusedLinear, LinearPart
 from sagellm.core.protocols.quantizer import IntegerForm
-from sagellm.core.protocols.weight_form import CodeType, WeightForm
+from sagellm.core.protocols.weight_form import CodedRows, CodeType, WeightForm
 
 Floats = npt.NDArray[np.float32]
 
@@ -39,6 +39,7 @@ class WeightKind(IntEnum):
     INT4 = 2
     F32 = 3
     INT8_GROUPS = 4
+    INT6 = 5
 
 
 CODES = {
@@ -47,6 +48,8 @@ CODES = {
     CodeType.FP8_E4M3: 3,
     CodeType.FP8_E5M2: 4,
     CodeType.FP4_E2M1: 5,
+    CodeType.UINT4: 6,
+    CodeType.INT6: 2,
 }
 """How the library numbers what codes stand for."""
 
@@ -127,6 +130,7 @@ class Matrix:
             return linear
         linear.has_half_scales = self.has_half_scales
         linear.has_zeros, linear.has_offsets = stored.has_zeros, stored.has_offsets
+        linear.is_unsigned, linear.scale_group = stored.code is CodeType.UINT4, stored.scale_group
         if self.kind not in _KINDS.values():
             linear.has_one_scale = stored.activations is not None and not stored.activations.group_size
             return linear
@@ -284,19 +288,13 @@ class WeightPacker:
                 )
                 self._check(status, part.weight)
             return
-        scale_type = np.float16 if matrix.has_half_scales else np.float32
         for begin, rows in self._weights.coded_pieces(part.weight, self._library.sage_pack_granularity()):
-            given = ctypes.byref(linear), part.outputs.start + begin, len(rows.codes)
-            arrays = (
-                rows.codes.view(np.uint8),
-                rows.scales.astype(scale_type, copy=False),
-                None if rows.zeros is None else rows.zeros.astype(np.int8, copy=False),
-                None if rows.offsets is None else rows.offsets.astype(np.float32, copy=False),
-            )
-            whole = [None if array is None else np.ascontiguousarray(array) for array in arrays]
-            addresses = [None if array is None else array.ctypes.data for array in whole]
-            self._library.sage_pack_codes(*given, *addresses, threads)
-            del rows, arrays, whole
+            place = part.outputs.start + begin, len(rows.codes)
+            arrays = given_rows(rows, has_half_scales=matrix.has_half_scales)
+            addresses = [None if array is None else array.ctypes.data for array in arrays]
+            coded = structures.CodedRows(*addresses)
+            self._library.sage_pack_codes(ctypes.byref(linear), *place, ctypes.byref(coded), threads)
+            del rows, arrays
 
     def _convert(self, tensor: TensorSpec, view: npt.NDArray[np.generic], target: int, address: int) -> None:
         if self._given is not None:
@@ -331,6 +329,24 @@ class WeightPacker:
         self._kept.append(values)
         self.num_bytes += values.nbytes
         return int(values.ctypes.data)
+
+
+def given_rows(rows: CodedRows, *, has_half_scales: bool) -> list[npt.NDArray[np.generic] | None]:
+    """Return the arrays of `structures.CodedRows` in the types that the library reads."""
+    wide = np.float16 if has_half_scales else np.float32
+    in_bytes = rows.factors is not None
+    types = {
+        "codes": None,
+        "scales": np.int8 if in_bytes else wide,
+        "zeros": np.int8,
+        "offsets": np.int8 if in_bytes else np.float32,
+        "factors": np.float16,
+        "offset_factors": np.float16,
+    }
+    arrays = {name: getattr(rows, name) for name in types}
+    return [
+        None if array is None else np.ascontiguousarray(array, types[name]) for name, array in arrays.items()
+    ]
 
 
 def bytes_of(functions: ctypes.CDLL, matrix: Matrix) -> int:
@@ -399,8 +415,10 @@ def _integers_of(form: WeightForm) -> WeightKind | None:
         return None
     if activations.group_size not in (0, form.group_size):
         return None
-    if form.code is CodeType.INT4 and form.group_size % 32 == 0:
+    if form.code in (CodeType.INT4, CodeType.UINT4) and form.group_size % 32 == 0:
         return WeightKind.INT4
+    if form.code is CodeType.INT6 and form.group_size % 16 == 0:
+        return WeightKind.INT6
     if form.code is not CodeType.INT8 or form.group_size % 16:
         return None
     is_plain = not (form.group_size or form.has_zeros or form.has_offsets)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -92,7 +93,7 @@ class GGUFWeights(SafetensorsWeights):
         whole = whole.reshape(num_rows, -1, BLOCKS[blocks.dtype][1])
         order = self._row_orders.get(tensor.name)
         read = BLOCK_TYPES[blocks.dtype].unpack(whole[rows if order is None else order[rows]])
-        for values in (read.scales, read.offsets):
+        for values in (read.scales, read.offsets, read.factors, read.offset_factors):
             if values is not None and not np.isfinite(values).all():
                 raise CheckpointError(
                     f"{stored.path}: tensor {tensor.name!r} has a scale that is NaN or infinite; the file is "
@@ -107,24 +108,25 @@ def _inputs_of(rows: CodedRows, inputs: slice, stored: PlacedTensor, name: str) 
     """Return the codes of some inputs. Raises CheckpointError if a group would be cut."""
     form = stored.form
     assert form is not None, "the weight is quantized"
-    if inputs.start % form.group_size or inputs.stop % form.group_size:
+    together = form.scale_group or form.group_size
+    if inputs.start % together or inputs.stop % together:
         raise CheckpointError(
             f"{stored.path}: tensor {name!r} cannot be divided at inputs {inputs.start} and {inputs.stop}; "
-            f"{form.group_size} of them share a scale"
+            f"{together} of them share a scale"
         )
-    groups = slice(inputs.start // form.group_size, inputs.stop // form.group_size)
-    num_bits = form.code.bits
-    scales, zeros, offsets = (
-        None if each is None else np.ascontiguousarray(each[:, groups])
-        for each in (rows.scales, rows.zeros, rows.offsets)
-    )
-    assert scales is not None, "every form has scales"
-    return CodedRows(
-        codes=np.ascontiguousarray(rows.codes[:, inputs.start * num_bits // 8 : inputs.stop * num_bits // 8]),
-        scales=scales,
-        zeros=zeros,
-        offsets=offsets,
-    )
+
+    at_once = {
+        "codes": 8 // form.code.bits,
+        **dict.fromkeys(("scales", "offsets"), form.group_size),
+        **dict.fromkeys(("factors", "offset_factors"), form.scale_group),
+    }
+    arrays = {name: getattr(rows, name) for name in at_once}
+    cut = {
+        name: np.ascontiguousarray(array[:, inputs.start // at_once[name] : inputs.stop // at_once[name]])
+        for name, array in arrays.items()
+        if array is not None
+    }
+    return replace(rows, **cut)
 
 
 class GGUFFormat(CheckpointFormatProtocol):

@@ -11,7 +11,7 @@ ggml-quants.c of llama.cpp. What a block stands for is computed in float32, as t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -81,11 +81,6 @@ def _flat(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
     return array.reshape(len(array), -1)
 
 
-def _zeros(scales: npt.NDArray[np.generic]) -> npt.NDArray[np.int8]:
-    """A nibble is its number without a zero point: u - 8 - (-8)."""
-    return np.full(scales.shape, -8, np.int8)
-
-
 def _unpack_q8_0(blocks: _Bytes) -> CodedRows:
     return CodedRows(codes=_flat(_copy(blocks[..., 2:])).view(np.int8), scales=_half(blocks, 0))
 
@@ -95,13 +90,8 @@ def _unpack_q4_0(blocks: _Bytes) -> CodedRows:
 
 
 def _unpack_q4_1(blocks: _Bytes) -> CodedRows:
-    scales = _half(blocks, 0)
-    return CodedRows(
-        codes=_flat(_pairs(blocks[..., 4:])),
-        scales=scales,
-        zeros=_zeros(scales),
-        offsets=-_half(blocks, 2),
-    )
+    codes = _flat(_pairs(blocks[..., 4:]))
+    return CodedRows(codes=codes, scales=_half(blocks, 0), offsets=-_half(blocks, 2))
 
 
 def _fifth_bits(blocks: _Bytes, at: int) -> _Bytes:
@@ -120,32 +110,33 @@ def _unpack_q5_1(blocks: _Bytes) -> CodedRows:
     return CodedRows(codes=_flat(codes).view(np.int8), scales=_half(blocks, 0), offsets=-_half(blocks, 2))
 
 
-def _scales_and_minima(blocks: _Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Return the scale and what is subtracted of each 32 codes of Q4_K or Q5_K, (rows, groups).
+def _with_minima(codes: npt.NDArray[np.generic], blocks: _Bytes) -> CodedRows:
+    """Return codes with the scale and what is subtracted of each 32 codes of Q4_K or Q5_K.
 
     Of 12 bytes the first four have scales 0 to 3, the next minima 0 to 3, in six bits; their two high bits
     belong to scales and minima 4 to 7, whose low four are the nibbles of the last four bytes.
     """
     first, second, third = (blocks[..., at : at + 4] for at in (4, 8, 12))
-    scales = np.concatenate((first & 63, third & 15 | first >> 2 & 48), axis=-1).astype(np.float32)
-    minima = np.concatenate((second & 63, third >> 4 | second >> 2 & 48), axis=-1).astype(np.float32)
-    scales *= _half(blocks, 0)[..., None].astype(np.float32)
-    minima *= _half(blocks, 2)[..., None].astype(np.float32)
-    return scales.reshape(len(blocks), -1), minima.reshape(len(blocks), -1)
+    scales = np.concatenate((first & 63, third & 15 | first >> 2 & 48), axis=-1)
+    minima = np.concatenate((second & 63, third >> 4 | second >> 2 & 48), axis=-1)
+    return CodedRows(
+        codes=_flat(codes),
+        scales=_flat(scales).view(np.int8),
+        offsets=_flat(minima).view(np.int8),
+        factors=_half(blocks, 0),
+        offset_factors=_half(blocks, 2),
+    )
 
 
 def _unpack_q4_k(blocks: _Bytes) -> CodedRows:
-    scales, minima = _scales_and_minima(blocks)
-    runs = blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32)
-    return CodedRows(codes=_flat(_pairs(runs)), scales=scales, zeros=_zeros(scales), offsets=minima)
+    return _with_minima(_pairs(blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32)), blocks)
 
 
 def _unpack_q5_k(blocks: _Bytes) -> CodedRows:
-    scales, minima = _scales_and_minima(blocks)
     codes = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:-1], 4, 32)).reshape(*blocks.shape[:-1], 8, 32)
     # Bit g of byte j is the fifth of code j of group g.
     high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return CodedRows(codes=_flat(codes | high << 4).view(np.int8), scales=scales, offsets=minima)
+    return _with_minima((codes | high << 4).view(np.int8), blocks)
 
 
 def _unpack_q6_k(blocks: _Bytes) -> CodedRows:
@@ -153,23 +144,20 @@ def _unpack_q6_k(blocks: _Bytes) -> CodedRows:
     high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
     high = (high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).astype(np.uint8)
     codes = (low | high << 4).view(np.int8) - np.int8(32)
-    scales = blocks[..., 192:208].view(np.int8).astype(np.float32)
-    scales *= _half(blocks, 208)[..., None].astype(np.float32)
-    return CodedRows(codes=_flat(codes), scales=_flat(scales))
+    scales = _flat(_copy(blocks[..., 192:208])).view(np.int8)
+    return CodedRows(codes=_flat(codes), scales=scales, factors=_half(blocks, 208))
 
 
-def _form(code: CodeType, group_size: int, *, has_minima: bool) -> WeightForm:
-    has_zeros = has_minima and code is CodeType.INT4
-    return WeightForm(code=code, group_size=group_size, has_zeros=has_zeros, has_offsets=has_minima)
-
-
+_INT4 = WeightForm(code=CodeType.INT4, group_size=32)
+_UINT4 = WeightForm(code=CodeType.UINT4, group_size=32, has_offsets=True)
+_INT8 = WeightForm(code=CodeType.INT8, group_size=32)
 BLOCK_TYPES = {
-    "Q8_0": BlockType(_form(CodeType.INT8, 32, has_minima=False), _unpack_q8_0),
-    "Q4_0": BlockType(_form(CodeType.INT4, 32, has_minima=False), _unpack_q4_0),
-    "Q4_1": BlockType(_form(CodeType.INT4, 32, has_minima=True), _unpack_q4_1),
-    "Q5_0": BlockType(_form(CodeType.INT8, 32, has_minima=False), _unpack_q5_0),
-    "Q5_1": BlockType(_form(CodeType.INT8, 32, has_minima=True), _unpack_q5_1),
-    "Q4_K": BlockType(_form(CodeType.INT4, 32, has_minima=True), _unpack_q4_k),
-    "Q5_K": BlockType(_form(CodeType.INT8, 32, has_minima=True), _unpack_q5_k),
-    "Q6_K": BlockType(_form(CodeType.INT8, 16, has_minima=False), _unpack_q6_k),
+    "Q8_0": BlockType(_INT8, _unpack_q8_0),
+    "Q4_0": BlockType(_INT4, _unpack_q4_0),
+    "Q4_1": BlockType(_UINT4, _unpack_q4_1),
+    "Q5_0": BlockType(_INT8, _unpack_q5_0),
+    "Q5_1": BlockType(replace(_INT8, has_offsets=True), _unpack_q5_1),
+    "Q4_K": BlockType(replace(_UINT4, scale_group=256), _unpack_q4_k),
+    "Q5_K": BlockType(replace(_INT8, scale_group=256, has_offsets=True), _unpack_q5_k),
+    "Q6_K": BlockType(WeightForm(code=CodeType.INT6, group_size=16, scale_group=256), _unpack_q6_k),
 }
