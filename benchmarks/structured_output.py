@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from common import foreign_cores, output_flags, publish, spread
 from drawn_schemas import NUM_SCHEMAS, schemas
+from peer import Conversation, Peer
 
 from sagellm.core import InvalidRequestError
 from sagellm.core.protocols.grammar import StructureKind, Vocabulary
@@ -276,7 +277,25 @@ def masks(options: argparse.Namespace) -> Result:
             }
     finally:
         provider.close()
+    for peer in options.peer:
+        _add_peer(result, peer, vocabulary, options.rounds)
     return {"vocabulary": len(vocabulary.tokens), "tokens": len(id_of), **result}
+
+
+def _add_peer(result: Result, peer: Peer, vocabulary: Vocabulary, rounds: int) -> None:
+    """Let a peer mask the same tokens: what filling a mask takes, and applying it."""
+    id_of = {text: token_id for token_id, text in enumerate(vocabulary.tokens) if text}
+    conversation = Conversation(peer, "masks")
+    about = conversation.hear()
+    conversation.ask("vocabulary", [token.hex() for token in vocabulary.tokens], *vocabulary.stop_token_ids)
+    for name, (kind, text, output) in MASKED.items():
+        took = conversation.ask("walk", kind, text, _tokenized(id_of, output.encode()), rounds)
+        result[name][peer.name] = {
+            **about,
+            "fill_us": spread(took["fill_us"], 1),
+            "apply_us": spread(took["apply_us"], 1),
+        }
+    conversation.end()
 
 
 def _spent_us(call: Callable[..., object], *arguments: object) -> float:
@@ -398,6 +417,14 @@ def main() -> None:
     parser.add_argument("--suite", type=Path, help="a source distribution of jsonschema")
     parser.add_argument("--vocabulary", type=Path, help="a tiktoken file")
     parser.add_argument("--rounds", type=int, default=20, help="times that each text is walked")
+    parser.add_argument(
+        "--peer",
+        type=Peer.parse,
+        action="append",
+        default=[],
+        metavar="vllm=PYTHON",
+        help="masks beside ours",
+    )
     parser.add_argument("--engines", type=int, default=3, help="engines whose first request is timed")
     parser.add_argument("--streams", type=int, default=4, help="beside a hostile schema")
     output_flags(parser, "structured-output")

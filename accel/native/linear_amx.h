@@ -298,7 +298,7 @@ inline void unpack_group(const unsigned char* nibbles, const Depth& depth, int32
 
 // Adds one group's products, scaled, to the float sums of one panel and row group.
 template <bool two>
-void add_group(const Product& p, const unsigned char* tiles, const unsigned char* panel, int64_t row_group, int64_t group,
+void add_group(const Product& p, const unsigned char* tiles, const GroupWalk& place, int64_t row_group, int64_t group,
                float* sums) {
   alignas(64) float exact[kSumFloats];
   const Depth& depth = p.input.depth;
@@ -308,7 +308,8 @@ void add_group(const Product& p, const unsigned char* tiles, const unsigned char
     tile_step<WeightKind::int4, two>(rows, tiles + step * 32 * depth.step_bytes, depth.step_bytes);
   }
   store_sums<two>(exact);
-  const GroupSet<> sets[2] = {{p.weight, p.panels, panel, group, 0}, {p.weight, p.panels, panel, group, 1}};
+  const SetLayout& layout = p.panels.sets;
+  const GroupSet<> sets[2] = {{p.weight, layout, place.set, place.factors, 0}, {p.weight, layout, place.set, place.factors, 1}};
   const int64_t first = p.first_row(row_group), count = p.num_rows(row_group);
   for (int64_t row = 0; row < count; ++row) {
     const int64_t index = (first + row) * depth.num_groups + group;
@@ -330,12 +331,12 @@ void int4_panels(const Product& p, const Part& part) {
   auto* sums = reinterpret_cast<float*>(scratch.get(sum_bytes + group_bytes));
   unsigned char* tiles = reinterpret_cast<unsigned char*>(sums) + sum_bytes;
   for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
-    for (int64_t group = 0; group < depth.num_groups; ++group) {
-      const unsigned char* at = p.panel(panel);
-      unpack_group(at + p.panels.codes_at(group), depth, excess_of(p.weight), tiles);
+    GroupWalk place(p.panels, p.panel(panel));
+    for (int64_t group = 0; group < depth.num_groups; ++group, place.next()) {
+      unpack_group(place.codes, depth, excess_of(p.weight), tiles);
       float* here = sums;
       for (int64_t rows = part.group_begin; rows < part.group_end; ++rows, here += kSumFloats) {
-        add_group<two>(p, tiles, at, rows, group, here);
+        add_group<two>(p, tiles, place, rows, group, here);
         if (group + 1 < depth.num_groups) continue;
         Unfinished<WeightKind::int4> done(p);
         done.take(panel, rows, here, 1);

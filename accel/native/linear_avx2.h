@@ -96,14 +96,14 @@ SAGE_INLINE void add_pairs(__m256i& sum, __m256i words, __m256i x) {
   asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16(words, x)));
 }
 
-// Exact products of one group, added to the sums of the panels.
+// Exact products of one group, added to the sums of the panels; `place` is that of the first.
 template <int rows, int panels>
-SAGE_INLINE void add_group(const Product& p, int64_t panel, int64_t row_group, int64_t group,
+SAGE_INLINE void add_group(const Product& p, const GroupWalk& place, int64_t row_group, int64_t group,
                            const __m256i (&left)[panels][rows], const __m256i (&right)[panels][rows], Sums<rows, panels>& sums) {
 #pragma GCC unroll 4
   for (int i = 0; i < panels; ++i) {
-    const unsigned char* at = p.panel(panel + i);
-    const GroupSet<> left_set(p.weight, p.panels, at, group, 0), right_set(p.weight, p.panels, at, group, 1);
+    const unsigned char *set = place.set + i * p.panels.panel_bytes, *factors = place.factors + i * p.panels.panel_bytes;
+    const GroupSet<> left_set(p.weight, p.panels.sets, set, factors, 0), right_set(p.weight, p.panels.sets, set, factors, 1);
 #pragma GCC unroll 6
     for (int row = 0; row < rows; ++row) {
       const int64_t index = (p.first_row(row_group) + row) * p.input.depth.num_groups + group;
@@ -133,8 +133,9 @@ __attribute__((noinline)) static void rows_int8(const Product& p, int64_t panel,
   const Depth& depth = p.input.depth;
   const unsigned char* activations = p.rows_at(row_group);
   Sums<rows, panels> sums;
-  for (int64_t group = 0; group < depth.num_groups; ++group) {
-    const unsigned char* weights = p.panel(panel) + p.panels.codes_at(group);
+  GroupWalk place(p.panels, p.panel(panel));
+  for (int64_t group = 0; group < depth.num_groups; ++group, place.next()) {
+    const unsigned char* weights = place.codes;
     __m256i left[panels][rows], right[panels][rows];
     start_group<rows, panels>(p, row_group, group, 0, left, right);
     for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
@@ -153,7 +154,7 @@ __attribute__((noinline)) static void rows_int8(const Product& p, int64_t panel,
         }
       }
     }
-    add_group<rows, panels>(p, panel, row_group, group, left, right, sums);
+    add_group<rows, panels>(p, place, row_group, group, left, right, sums);
   }
   for (int i = 0; i < panels; ++i) finish(p, panel + i, p.first_row(row_group), rows, sums.left[i], sums.right[i]);
 }
@@ -172,8 +173,9 @@ __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel,
   const Depth& depth = p.input.depth;
   const unsigned char* activations = p.rows_at(row_group);
   Sums<rows, panels> sums;
-  for (int64_t group = 0; group < depth.num_groups; ++group) {
-    const unsigned char* weights = p.panel(panel) + p.panels.codes_at(group);
+  GroupWalk place(p.panels, p.panel(panel));
+  for (int64_t group = 0; group < depth.num_groups; ++group, place.next()) {
+    const unsigned char* weights = place.codes;
     __m256i left[panels][rows], right[panels][rows];
     start_group<rows, panels>(p, row_group, group, excess_of(p.weight), left, right);
     for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
@@ -208,7 +210,7 @@ __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel,
         }
       }
     }
-    add_group<rows, panels>(p, panel, row_group, group, left, right, sums);
+    add_group<rows, panels>(p, place, row_group, group, left, right, sums);
   }
   for (int i = 0; i < panels; ++i) finish(p, panel + i, p.first_row(row_group), rows, sums.left[i], sums.right[i]);
 }
@@ -233,8 +235,9 @@ __attribute__((noinline)) static void rows_int6(const Product& p, int64_t panel,
   const Depth& depth = p.input.depth;
   const unsigned char* activations = p.rows_at(row_group);
   Sums<rows, panels> sums;
-  for (int64_t group = 0; group < depth.num_groups; ++group) {
-    const unsigned char* weights = p.panel(panel) + p.panels.codes_at(group);
+  GroupWalk place(p.panels, p.panel(panel));
+  for (int64_t group = 0; group < depth.num_groups; ++group, place.next()) {
+    const unsigned char* weights = place.codes;
     __m256i left[panels][rows], right[panels][rows];
     start_group<rows, panels>(p, row_group, group, excess_of(p.weight), left, right);
     for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
@@ -261,7 +264,7 @@ __attribute__((noinline)) static void rows_int6(const Product& p, int64_t panel,
         }
       }
     }
-    add_group<rows, panels>(p, panel, row_group, group, left, right, sums);
+    add_group<rows, panels>(p, place, row_group, group, left, right, sums);
   }
   for (int i = 0; i < panels; ++i) finish(p, panel + i, p.first_row(row_group), rows, sums.left[i], sums.right[i]);
 }

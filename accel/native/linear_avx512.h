@@ -20,6 +20,13 @@ SAGE_INLINE void dot(__m512i& sum, __m512i weights, const unsigned char* quad) {
   }
 }
 
+// A vector of weights that several operations take: compilers would load it for each of them.
+SAGE_INLINE __m512i load_once(const unsigned char* at) {
+  __m512i weights = _mm512_load_si512(at);
+  asm("" : "+v"(weights));
+  return weights;
+}
+
 // Four quads of numbers in 6 bits, 0 ... 63, of half a panel.
 struct Sixes {
   __m512i first, second, third, fourth;
@@ -27,7 +34,7 @@ struct Sixes {
 
 SAGE_INLINE Sixes sixes_of(const unsigned char* at) {
   const __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(0x30);
-  const __m512i one = _mm512_load_si512(at), two = _mm512_load_si512(at + kLineBytes), bits = _mm512_load_si512(at + 2 * kLineBytes);
+  const __m512i one = load_once(at), two = load_once(at + kLineBytes), bits = load_once(at + 2 * kLineBytes);
   const auto both = [&](__m512i nibbles, __m512i shifted) __attribute__((always_inline)) {
     return _mm512_ternarylogic_epi64(_mm512_and_si512(shifted, high), nibbles, low, 0xf8);  // a | (b & c)
   };
@@ -149,19 +156,23 @@ __attribute__((noinline)) static void rows_integers(const Product& p, int64_t pa
   const Depth& depth = p.input.depth;
   const int64_t first = p.first_row(row_group), count = p.num_rows(row_group), height = p.input.height;
   const unsigned char* activations = p.rows_at(row_group);
+  const float* scales = p.scales;
+  const int32_t* row_sums = p.sums;
+  const int64_t num_groups = depth.num_groups;
+  GroupWalk groups(p.panels, p.panel(panel));
   Sums<rows> sums;
-  for (int64_t group = 0; group < depth.num_groups; ++group) {
-    const unsigned char* weights = p.panel(panel) + p.panels.codes_at(group);
-    const auto index = [&](int64_t row) { return (first + (row < count ? row : 0)) * depth.num_groups + group; };
+  for (int64_t group = 0; group < num_groups; ++group, groups.next()) {
+    const unsigned char* weights = groups.codes;
+    const auto index = [&](int64_t row) { return (first + (row < count ? row : 0)) * num_groups + group; };
     __m512i left[rows], right[rows];
 #pragma GCC unroll 8
-    for (int row = 0; row < rows; ++row) left[row] = right[row] = all_ints(-excess * p.sums[index(row)]);
+    for (int row = 0; row < rows; ++row) left[row] = right[row] = all_ints(-excess * row_sums[index(row)]);
     for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += height * depth.step_bytes) {
       ahead.step();
       if constexpr (kind == WeightKind::int4) {
         const __m512i low_bits = _mm512_set1_epi8(15);
         for (int64_t k = 0; k < depth.step_bytes; k += 8, weights += kLineBytes) {
-          const __m512i w0 = _mm512_load_si512(weights), w1 = _mm512_load_si512(weights + kHalfBytes);
+          const __m512i w0 = load_once(weights), w1 = load_once(weights + kHalfBytes);
           const __m512i low0 = _mm512_and_si512(w0, low_bits), low1 = _mm512_and_si512(w1, low_bits);
           const __m512i high0 = _mm512_and_si512(_mm512_srli_epi16(w0, 4), low_bits);
           const __m512i high1 = _mm512_and_si512(_mm512_srli_epi16(w1, 4), low_bits);
@@ -203,13 +214,13 @@ __attribute__((noinline)) static void rows_integers(const Product& p, int64_t pa
         }
       }
     }
-    const GroupSet<is_shifted> left_set(p.weight, p.panels, p.panel(panel), group, 0);
-    const GroupSet<is_shifted> right_set(p.weight, p.panels, p.panel(panel), group, 1);
+    const GroupSet<is_shifted> left_set(p.weight, p.panels.sets, groups.set, groups.factors, 0);
+    const GroupSet<is_shifted> right_set(p.weight, p.panels.sets, groups.set, groups.factors, 1);
 #pragma GCC unroll 8
     for (int row = 0; row < rows; ++row) {
       const auto add = [&](const GroupSet<is_shifted>& set, float* to, __m512i product) __attribute__((always_inline)) {
         const Vec sum = kind == WeightKind::int8 || group == 0 ? zero() : load(to);
-        store(to, set.plus(sum, product, p.scales[index(row)], p.sums[index(row)]));
+        store(to, set.plus(sum, product, scales[index(row)], row_sums[index(row)]));
       };
       add(left_set, sums.left + row * kLanes, left[row]);
       add(right_set, sums.right + row * kLanes, right[row]);

@@ -69,12 +69,13 @@ struct Packer {
   unsigned char* group(Column c, int64_t index) const { return panel(c) + panels.codes_at(index); }
   // What a number stands for in a group.
   float value_of(Column c, int64_t index, int32_t number) const {
-    const GroupSet<> set(w, panels, panel(c), index, c.lane / kLanes);
+    const unsigned char* at = panel(c) + panels.set_at(index);
+    const GroupSet<> set(w, panels.sets, at, panel(c) + panels.factors_at(index), c.lane / kLanes);
     const int64_t lane = c.lane % kLanes;
     float scales[kLanes], offsets[kLanes];
     store(scales, set.scale);
     if (set.has_offsets) store(offsets, set.offset);
-    const auto* zeros = reinterpret_cast<const int8_t*>(panel(c) + panels.set_at(index) + panels.sets.zeros_at);
+    const auto* zeros = reinterpret_cast<const int8_t*>(at + panels.sets.zeros_at);
     const float value = static_cast<float>(number - (set.has_zeros ? zeros[c.lane] : 0)) * scales[lane];
     return set.has_offsets ? value - offsets[lane] : value;
   }

@@ -30,7 +30,7 @@ from sagellm.engines.loading.checkpoint import SafetensorsWeights
 from sagellm.engines.loading.gguf_config import generation_config, hf_config
 from sagellm.engines.loading.gguf_files import SUFFIX, gguf_in, parts_of
 from sagellm.engines.loading.gguf_header import GGUFHeader, read_gguf_header
-from sagellm.engines.loading.gguf_types import BLOCK_TYPES, BLOCKS
+from sagellm.engines.loading.gguf_types import BLOCK_TYPES, BLOCKS, coded_rows
 from sagellm.engines.loading.safetensors_header import PlacedTensor
 
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -92,7 +92,7 @@ class GGUFWeights(SafetensorsWeights):
         whole = np.frombuffer(self._map(stored), np.uint8, stored.num_bytes, stored.offset)
         whole = whole.reshape(num_rows, -1, BLOCKS[blocks.dtype][1])
         order = self._row_orders.get(tensor.name)
-        read = BLOCK_TYPES[blocks.dtype].unpack(whole[rows if order is None else order[rows]])
+        read = coded_rows(blocks.dtype, whole[rows if order is None else order[rows]])
         for values in (read.scales, read.offsets, read.factors, read.offset_factors):
             if values is not None and not np.isfinite(values).all():
                 raise CheckpointError(

@@ -11,11 +11,13 @@ ggml-quants.c of llama.cpp. What a block stands for is computed in float32, as t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from sagellm.accel.threads import num_threads
 from sagellm.core.protocols.weight_form import CodedRows, CodeType, WeightForm
 
 TYPES = {
@@ -33,6 +35,7 @@ BLOCKS = {
 """How many weights a block has, and how many bytes, by the types that are read."""
 READ = tuple(BLOCKS)
 _Bytes = npt.NDArray[np.uint8]
+_BYTES_AT_ONCE = 256 << 10  # of blocks, so that what they become stays in a core's cache
 
 
 @dataclass(frozen=True)
@@ -161,3 +164,27 @@ BLOCK_TYPES = {
     "Q5_K": BlockType(replace(_INT8, scale_group=256, has_offsets=True), _unpack_q5_k),
     "Q6_K": BlockType(WeightForm(code=CodeType.INT6, group_size=16, scale_group=256), _unpack_q6_k),
 }
+
+
+def coded_rows(kind: str, blocks: _Bytes) -> CodedRows:
+    """Take rows of blocks, (rows, blocks, bytes), apart, a few at a time on all threads."""
+    unpack = BLOCK_TYPES[kind].unpack
+    at_once = max(1, _BYTES_AT_ONCE * len(blocks) // max(1, blocks.nbytes))
+    if at_once >= len(blocks):
+        return unpack(blocks)
+    first = unpack(blocks[:at_once])
+    parts = {field.name: getattr(first, field.name) for field in fields(CodedRows)}
+    arrays = {
+        name: np.empty((len(blocks), *part.shape[1:]), part.dtype)
+        for name, part in parts.items()
+        if part is not None
+    }
+
+    def fill(begin: int) -> None:
+        rows = unpack(blocks[begin : begin + at_once])
+        for name, array in arrays.items():
+            array[begin : begin + at_once] = getattr(rows, name)
+
+    with ThreadPoolExecutor(num_threads()) as pool:
+        list(pool.map(fill, range(0, len(blocks), at_once)))
+    return replace(first, **arrays)
