@@ -25,14 +25,14 @@ class Peer(NamedTuple):
         name, _, place = text.partition("=")
         python, _, folder = place.partition(":")
         if not name or not python:
-            raise argparse.ArgumentTypeError(f"{text!r} is no peer; write NAME=PYTHON or NAME=PYTHON:DIR")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a peer; write NAME=PYTHON or NAME=PYTHON:DIR")
         return cls(name, python, folder)
 
     def start(self, script: str) -> subprocess.Popen[str]:
         """Start `peers/NAME_script.py`; its errors go where ours do."""
         path = _SCRIPTS / f"{self.name}_{script}.py"
         if not path.exists():
-            raise SystemExit(f"there is no benchmarks/peers/{path.name}; peers are vllm and sglang")
+            raise SystemExit(f"there is no benchmarks/peers/{path.name}")
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         if self.folder:
             environment["PYTHONPATH"] = self.folder

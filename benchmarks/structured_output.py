@@ -278,16 +278,17 @@ def masks(options: argparse.Namespace) -> Result:
     finally:
         provider.close()
     for peer in options.peer:
-        _add_peer(result, peer, vocabulary, options.rounds)
+        _add_peer(result, peer, vocabulary, id_of, options.rounds)
     return {"vocabulary": len(vocabulary.tokens), "tokens": len(id_of), **result}
 
 
-def _add_peer(result: Result, peer: Peer, vocabulary: Vocabulary, rounds: int) -> None:
+def _add_peer(
+    result: Result, peer: Peer, vocabulary: Vocabulary, id_of: dict[bytes, int], rounds: int
+) -> None:
     """Let a peer mask the same tokens: what filling a mask takes, and applying it."""
-    id_of = {text: token_id for token_id, text in enumerate(vocabulary.tokens) if text}
     conversation = Conversation(peer, "masks")
     about = conversation.hear()
-    conversation.ask("vocabulary", [token.hex() for token in vocabulary.tokens], *vocabulary.stop_token_ids)
+    conversation.ask("vocabulary", [token.hex() for token in vocabulary.tokens], [*vocabulary.stop_token_ids])
     for name, (kind, text, output) in MASKED.items():
         took = conversation.ask("walk", kind, text, _tokenized(id_of, output.encode()), rounds)
         result[name][peer.name] = {

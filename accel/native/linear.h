@@ -23,7 +23,7 @@ struct Coding {
   int64_t scale_group = 0;
 };
 
-// A matrix (n outputs, k inputs), packed once at load. The memory behind `data` and `scales` is the caller's.
+// A matrix (n outputs, k inputs), packed once at load. The memory behind `data` and `bias` is the caller's.
 // `is_gated`: the first n / 2 outputs are a gate and the others what it multiplies; they are packed side by
 // side, panel by panel, and a product has n / 2 columns, silu(gate) * up.
 struct Weight {

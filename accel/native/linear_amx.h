@@ -139,8 +139,8 @@ inline float* sums_of_row(float* sums, int64_t row) { return sums + row / 16 * 2
 
 // Integer sums of rows [begin, end) as floats.
 inline void scale_rows(const Product& p, int64_t panel, int64_t row_group, int64_t begin, int64_t end, float* sums) {
-  const auto* scales = reinterpret_cast<const float*>(p.panel(panel) + p.panels.set_at(0));
-  const Vec left_scale = load(scales), right_scale = load(scales + kLanes);
+  const unsigned char *at = p.panel(panel), *set = at + p.panels.set_at(0);
+  const Vec left_scale = p.panels.sets.scales(set, at, 0), right_scale = p.panels.sets.scales(set, at, 1);
   for (int64_t row = begin; row < end; ++row) {
     float *left = sums_of_row(sums, row), *right = left + kTileFloats;
     const Vec scale = all(p.scales[p.first_row(row_group) + row]);
@@ -281,7 +281,7 @@ void block_panels(const Product& p, const Part& part) {
 
 // A group of int4 weights as int8 tiles.
 inline void unpack_group(const unsigned char* nibbles, const Depth& depth, int32_t excess, unsigned char* tiles) {
-  const __m512i low_bits = _mm512_set1_epi8(15), surplus = _mm512_set1_epi8(static_cast<char>(excess));
+  const __m512i low_bits = _mm512_set1_epi8(15), excesses = _mm512_set1_epi8(static_cast<char>(excess));
   const int64_t tile = 16 * depth.step_bytes;
   for (int64_t step = 0; step < depth.steps_per_group; ++step, tiles += 2 * tile) {
     for (int64_t quad = 0; quad < depth.step_bytes / 4; quad += 2, nibbles += kLineBytes) {
@@ -289,8 +289,8 @@ inline void unpack_group(const unsigned char* nibbles, const Depth& depth, int32
       for (int64_t half = 0; half < 2; ++half) {
         const __m512i both = _mm512_load_si512(nibbles + half * kHalfBytes);
         unsigned char* to = tiles + half * tile + quad * 64;
-        _mm512_store_si512(to, _mm512_sub_epi8(_mm512_and_si512(both, low_bits), surplus));
-        _mm512_store_si512(to + 64, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), low_bits), surplus));
+        _mm512_store_si512(to, _mm512_sub_epi8(_mm512_and_si512(both, low_bits), excesses));
+        _mm512_store_si512(to + 64, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), low_bits), excesses));
       }
     }
   }

@@ -116,7 +116,7 @@ SAGE_INLINE void add_group(const Product& p, const GroupWalk& place, int64_t row
   }
 }
 
-// What a group's products start at: less what numbers that are stored with an `excess` make too much.
+// What a group's products start at: minus what the stored excess adds.
 template <int rows, int panels>
 SAGE_INLINE void start_group(const Product& p, int64_t row_group, int64_t group, int32_t excess,
                              __m256i (&left)[panels][rows], __m256i (&right)[panels][rows]) {
@@ -219,7 +219,7 @@ __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel,
 template <class Body>
 SAGE_INLINE void for_sixes(const unsigned char* at, const Body& body) {
   const __m256i low = _mm256_set1_epi8(15), high = _mm256_set1_epi8(0x30);
-  const __m256i one = load_quads(at), two = load_quads(at + kLineBytes), bits = load_quads(at + 2 * kLineBytes);
+  const __m256i one = load_quads(at), two = load_quads(at + kHalfBytes), bits = load_quads(at + 2 * kHalfBytes);
   const auto both = [&](__m256i nibbles, __m256i shifted) {
     return _mm256_or_si256(_mm256_and_si256(nibbles, low), _mm256_and_si256(shifted, high));
   };
@@ -260,7 +260,7 @@ __attribute__((noinline)) static void rows_int6(const Product& p, int64_t panel,
         for (int i = 0; i < panels; ++i) {
           const unsigned char* at = weights + i * p.panels.panel_bytes;
           add_half(left[i], at);
-          add_half(right[i], at + kHalfBytes);
+          add_half(right[i], at + 3 * kHalfBytes);
         }
       }
     }

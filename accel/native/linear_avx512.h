@@ -34,7 +34,7 @@ struct Sixes {
 
 SAGE_INLINE Sixes sixes_of(const unsigned char* at) {
   const __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(0x30);
-  const __m512i one = load_once(at), two = load_once(at + kLineBytes), bits = load_once(at + 2 * kLineBytes);
+  const __m512i one = load_once(at), two = load_once(at + kHalfBytes), bits = load_once(at + 2 * kHalfBytes);
   const auto both = [&](__m512i nibbles, __m512i shifted) __attribute__((always_inline)) {
     return _mm512_ternarylogic_epi64(_mm512_and_si512(shifted, high), nibbles, low, 0xf8);  // a | (b & c)
   };
@@ -145,8 +145,8 @@ inline void multiply_codes_in_registers(const Product& p, const Part& part) {
   for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) kernel(p, panel);
 }
 
-// Integers, which are stored as more than they are: each group of a row starts at what that makes too much. What lies
-// behind a group's weights is read after them: read first, it breaks the stream that the prefetcher sees.
+// Integers are stored plus an excess, so each group of a row starts at -excess * sum. A group's set is read after its
+// codes: read first, it breaks the stream that the prefetcher sees.
 template <WeightKind kind, bool is_shifted, int rows>
 __attribute__((noinline)) static void rows_integers(const Product& p, int64_t panel, int64_t row_group, const unsigned char* at,
                                                     const unsigned char* end, int64_t lines_per_step) {
@@ -156,13 +156,13 @@ __attribute__((noinline)) static void rows_integers(const Product& p, int64_t pa
   const Depth& depth = p.input.depth;
   const int64_t first = p.first_row(row_group), count = p.num_rows(row_group), height = p.input.height;
   const unsigned char* activations = p.rows_at(row_group);
-  const float* scales = p.scales;
+  const float* scales = p.scales;  // copies: stores to `sums` might change what `p` refers to
   const int32_t* row_sums = p.sums;
   const int64_t num_groups = depth.num_groups;
-  GroupWalk groups(p.panels, p.panel(panel));
+  GroupWalk place(p.panels, p.panel(panel));
   Sums<rows> sums;
-  for (int64_t group = 0; group < num_groups; ++group, groups.next()) {
-    const unsigned char* weights = groups.codes;
+  for (int64_t group = 0; group < num_groups; ++group, place.next()) {
+    const unsigned char* weights = place.codes;
     const auto index = [&](int64_t row) { return (first + (row < count ? row : 0)) * num_groups + group; };
     __m512i left[rows], right[rows];
 #pragma GCC unroll 8
@@ -199,7 +199,7 @@ __attribute__((noinline)) static void rows_integers(const Product& p, int64_t pa
             }
           };
           add_half(left, weights);
-          add_half(right, weights + kHalfBytes);
+          add_half(right, weights + 3 * kHalfBytes);
         }
       } else {
         const int64_t step_bytes = kind == WeightKind::int8 ? 64 : depth.step_bytes;
@@ -214,8 +214,8 @@ __attribute__((noinline)) static void rows_integers(const Product& p, int64_t pa
         }
       }
     }
-    const GroupSet<is_shifted> left_set(p.weight, p.panels.sets, groups.set, groups.factors, 0);
-    const GroupSet<is_shifted> right_set(p.weight, p.panels.sets, groups.set, groups.factors, 1);
+    const GroupSet<is_shifted> left_set(p.weight, p.panels.sets, place.set, place.factors, 0);
+    const GroupSet<is_shifted> right_set(p.weight, p.panels.sets, place.set, place.factors, 1);
 #pragma GCC unroll 8
     for (int row = 0; row < rows; ++row) {
       const auto add = [&](const GroupSet<is_shifted>& set, float* to, __m512i product) __attribute__((always_inline)) {

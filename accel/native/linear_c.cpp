@@ -58,7 +58,7 @@ SAGE_EXPORT SagePacked* sage_linear_create(int32_t kind, int32_t is_gated, int64
   return create({static_cast<sage::WeightKind>(kind), is_gated != 0, n, k, group, nullptr, bias});
 }
 
-// The same of any weight, whose memory and bias are not the caller's.
+// The same of any weight. `data` is ignored, and the bias copied.
 SAGE_EXPORT SagePacked* sage_linear_create_coded(const SageLinear* linear) { return create(sage::as_weight(*linear)); }
 
 SAGE_EXPORT void sage_linear_pack_codes(SagePacked* linear, int64_t begin, int64_t count, const SageCodedRows* rows) {

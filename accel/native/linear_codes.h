@@ -26,10 +26,11 @@ struct CodedLayout {
   int64_t unit_blocks, unit_bytes, num_units;
   int64_t block_bytes;
   SetLayout sets;
-  int64_t sets_per_unit, scale_group;
+  int64_t sets_per_unit;
+  int64_t num_factors = 0, groups_per_factor = 1;
   int64_t num_blocks, num_panels, panel_bytes;
 
-  explicit CodedLayout(const Weight& w) : sets(w), scale_group(w.coding.scale_group) {
+  explicit CodedLayout(const Weight& w) : sets(w) {
     const int64_t whole = round_up(w.k, kBlock);
     const int64_t stored = w.group > 0 && w.group < w.k ? w.group : whole;
     group = stored % kBlock == 0 ? stored : 16;
@@ -42,6 +43,7 @@ struct CodedLayout {
     block_bytes = kBlock * kPanel * bits_of(w.coding.code) / 8;
     unit_bytes = round_up(unit_blocks * block_bytes + sets_per_unit * sets.num_bytes, kHalfBytes);
     panel_bytes = sets.factors_end + num_units * unit_bytes;
+    if (w.coding.scale_group > 0) num_factors = w.k / w.coding.scale_group, groups_per_factor = w.coding.scale_group / group;
     num_panels = PanelLayout(w).num_panels;
   }
   int64_t codes_at(int64_t block) const {
@@ -52,7 +54,12 @@ struct CodedLayout {
     return sets.factors_end + set / sets_per_unit * unit_bytes + unit_blocks * block_bytes +
            set % sets_per_unit * sets.num_bytes;
   }
-  int64_t factors_at(int64_t set) const { return scale_group > 0 ? set * group / scale_group * sets.factor_bytes : 0; }
+  // A block that ends behind the last input has a set too many.
+  int64_t factors_at(int64_t set) const {
+    if (num_factors == 0) return 0;
+    const int64_t factor = set / groups_per_factor;
+    return (factor < num_factors ? factor : num_factors - 1) * sets.factor_bytes;
+  }
   // The set of half a block.
   int64_t set_of(int64_t block, int64_t part) const {
     return block / unit_blocks * sets_per_unit + (sets_per_unit == 2 ? part : 0);

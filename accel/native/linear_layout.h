@@ -6,12 +6,12 @@
 //   quads    [k bytes / 4][half][lane][4 bytes]                    all kinds, except where there are tiles
 //   tiles    [k bytes / 64][half][16 quads][lane][4 bytes]         bf16 and int8 with AMX
 //   nibbles  [k / 8][half][lane][4 bytes], a byte holds k and k + 4   int4
-//   sixes    [k / 16] two lines of nibbles, and one of the high bits of the same quads, two bits of each to a byte   int6
+//   sixes    [k / 16][half] two vectors of nibbles, and one of the high bits of their quads, two of each to a byte   int6
 //
 // Panels of integers are a run of groups, each followed by a set of what each output has there: its scale, and a zero
-// and an offset if the weight has any; int8 has one group. Where sets are shorter than a vector, those of two groups
-// follow both. Factors of scales and offsets, if there are any, come first in a panel.
-// k is padded with zeros: to 64 bytes of activations, in int4 within each group.
+// and an offset if the weight has any; int8 has one group. Where a set is not a whole number of vectors and the groups
+// are even in number, the sets of two follow the codes of both. Factors of scales and offsets come first in a panel.
+// k is padded with zeros to 64 bytes of activations.
 //
 // Activations are [row group][k bytes / step][row][step bytes], so that the rows of a tile lie at a constant
 // distance whatever k is. Quantized ones are followed by scales and by sums of the quantized values, (rows, groups).
@@ -144,9 +144,9 @@ struct PanelLayout {
   int64_t num_outputs;   // of the product
   int64_t num_panels;
   int64_t codes_bytes;   // of one group
-  bool in_twos;          // two groups are followed by their sets
+  bool in_twos;          // the sets of two groups follow both
   int64_t unit_bytes;    // one or two groups and their sets
-  int32_t groups_per_factor;  // 0: there are none
+  int64_t groups_per_factor;  // 0: there are no factors
   int64_t panel_bytes;
 
   explicit PanelLayout(const Weight& w) : PanelLayout(w, w.is_gated) {}
@@ -157,9 +157,9 @@ struct PanelLayout {
     codes_bytes = depth.steps_per_group * depth.step * kPanel * stored_bits(w.kind) / 8;
     const int64_t set_bytes = is_quantized(w.kind) ? sets.num_bytes : 0;
     in_twos = set_bytes % kHalfBytes != 0 && depth.num_groups % 2 == 0;
-    unit_bytes = (codes_bytes << in_twos) + round_up(set_bytes << in_twos, kHalfBytes);
-    panel_bytes = sets.factors_end + (depth.num_groups >> in_twos) * unit_bytes;
-    groups_per_factor = w.coding.scale_group > 0 ? static_cast<int32_t>(w.coding.scale_group / depth.group) : 0;
+    unit_bytes = (1 + in_twos) * codes_bytes + round_up((1 + in_twos) * set_bytes, kHalfBytes);
+    panel_bytes = sets.factors_end + depth.num_groups / (1 + in_twos) * unit_bytes;
+    groups_per_factor = w.coding.scale_group > 0 ? w.coding.scale_group / depth.group : 0;
   }
   static int64_t stored_bits(WeightKind kind) {
     switch (kind) {
@@ -172,17 +172,19 @@ struct PanelLayout {
   }
   // Where things of a group lie in a panel.
   int64_t codes_at(int64_t group) const {
-    return sets.factors_end + (group >> in_twos) * unit_bytes + (group & in_twos) * codes_bytes;
+    return sets.factors_end + group / (1 + in_twos) * unit_bytes + group % (1 + in_twos) * codes_bytes;
   }
   int64_t set_at(int64_t group) const {
-    return sets.factors_end + (group >> in_twos) * unit_bytes + (codes_bytes << in_twos) + (group & in_twos) * sets.num_bytes;
+    return sets.factors_end + group / (1 + in_twos) * unit_bytes + (1 + in_twos) * codes_bytes +
+           group % (1 + in_twos) * sets.num_bytes;
   }
   int64_t factors_at(int64_t group) const {
-    return groups_per_factor > 0 ? static_cast<int32_t>(group) / groups_per_factor * sets.factor_bytes : 0;
+    return groups_per_factor > 0 ? group / groups_per_factor * sets.factor_bytes : 0;
   }
 };
 
-// The groups of a panel, one after another. Asking the layout for each one's place took a fifth of a product of one row.
+// The groups of a panel, one after another, where the layout has them. Computing the offsets of each from the layout took a
+// fifth of a one-row product.
 class GroupWalk {
  public:
   const unsigned char *codes, *set, *factors;
@@ -203,8 +205,8 @@ class GroupWalk {
   const bool in_twos_;
   bool is_second_ = false;
   const int64_t codes_bytes_, set_bytes_, unit_bytes_, factor_bytes_;
-  const int32_t groups_per_factor_;
-  int32_t left_;
+  const int64_t groups_per_factor_;
+  int64_t left_;
 };
 
 // What the outputs of a half of a panel have for one group, as a kernel adds it to their sums. Without `may_shift` there
@@ -268,7 +270,11 @@ inline int64_t tile_offset(int64_t k_byte, int64_t column) {
   return k_byte / 64 * (2 * kTileBytes) + column / 16 * kTileBytes + k_byte % 64 / 4 * 64 + column % 16 * 4 + k_byte % 4;
 }
 inline int64_t nibble_offset(int64_t k, int64_t column) { return k / 8 * kLineBytes + column * 4 + k % 4; }
-// Numbers of int4 and int6 are stored without a sign, as more than they are by so much.
+// The first nibbles of 16 inputs in sixes.
+inline int64_t six_offset(int64_t k, int64_t column) {
+  return k / 16 * (3 * kLineBytes) + column / kLanes * (3 * kHalfBytes) + column % kLanes * 4;
+}
+// int4 and int6 are stored unsigned, as the number plus this.
 inline int32_t excess_of(const Weight& w) { return w.kind == WeightKind::int6 ? 32 : w.coding.is_unsigned ? 0 : 8; }
 
 // The input of the product that comes next.

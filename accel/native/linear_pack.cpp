@@ -67,17 +67,22 @@ struct Packer {
 
   unsigned char* panel(Column c) const { return w.data + c.panel * panels.panel_bytes; }
   unsigned char* group(Column c, int64_t index) const { return panel(c) + panels.codes_at(index); }
-  // What a number stands for in a group.
-  float value_of(Column c, int64_t index, int32_t number) const {
-    const unsigned char* at = panel(c) + panels.set_at(index);
-    const GroupSet<> set(w, panels.sets, at, panel(c) + panels.factors_at(index), c.lane / kLanes);
-    const int64_t lane = c.lane % kLanes;
-    float scales[kLanes], offsets[kLanes];
-    store(scales, set.scale);
-    if (set.has_offsets) store(offsets, set.offset);
-    const auto* zeros = reinterpret_cast<const int8_t*>(at + panels.sets.zeros_at);
-    const float value = static_cast<float>(number - (set.has_zeros ? zeros[c.lane] : 0)) * scales[lane];
-    return set.has_offsets ? value - offsets[lane] : value;
+  // What the numbers of an output stand for, to `row`.
+  void unpack(Column c, float* row) const {
+    for (int64_t index = 0; index < panels.depth.num_groups; ++index) {
+      const unsigned char* at = panel(c) + panels.set_at(index);
+      const GroupSet<> set(w, panels.sets, at, panel(c) + panels.factors_at(index), c.lane / kLanes);
+      float scales[kLanes], offsets[kLanes] = {};
+      store(scales, set.scale);
+      if (set.has_offsets) store(offsets, set.offset);
+      const float scale = scales[c.lane % kLanes], offset = offsets[c.lane % kLanes];
+      const int32_t zero = set.has_zeros ? reinterpret_cast<const int8_t*>(at + panels.sets.zeros_at)[c.lane] : 0;
+      for (int64_t k = 0; k < panels.depth.size(index); ++k, ++row) {
+        float value = static_cast<float>(number_at(c, index, k) - zero) * scale;
+        asm("" : "+x"(value));  // a rounded product, as in `values_of`
+        *row = set.has_offsets ? value - offset : value;
+      }
+    }
   }
   // What the sets of all groups have for an output, from row `i` of `rows`; -1: none.
   void put_sets(Column c, const CodedRows& rows, int64_t i) const {
@@ -156,24 +161,25 @@ struct Packer {
       }
     }
   }
-  // 16 numbers of int6 of four outputs each; `rows` are of bytes.
+  // Numbers of int6, a byte each, of the rows of a whole half.
   void put_half_of_sixes(Column first, const int8_t* rows) const {
     const __m128i low = _mm_set1_epi8(15), two_bits = _mm_set1_epi8(3), excess = _mm_set1_epi8(32);
     for (int64_t index = 0; index < panels.depth.num_groups; ++index) {
-      unsigned char* to = group(first, index) + first.lane * 4;
-      for (int64_t k = panels.depth.begin(index); k < panels.depth.begin(index) + panels.depth.group; k += 16, to += 3 * kLineBytes) {
+      const int8_t* from = rows + panels.depth.begin(index);
+      for (int64_t k = 0; k < panels.depth.group; k += 16) {
         for (int64_t lane = 0; lane < kLanes; lane += 4) {
+          unsigned char* to = group(first, index) + six_offset(k, first.lane + lane);
           __m128i quads[4];
-          load_transposed(rows + lane * w.k + k, w.k, quads);
+          load_transposed(from + lane * w.k + k, w.k, quads);
           __m128i nibbles[4], bits = _mm_setzero_si128();
           for (int i = 0; i < 4; ++i) {
             const __m128i codes = _mm_add_epi8(quads[i], excess);
             nibbles[i] = _mm_and_si128(codes, low);
             bits = _mm_or_si128(bits, _mm_slli_epi16(_mm_and_si128(_mm_srli_epi16(codes, 4), two_bits), 2 * i));
           }
-          put(to + lane * 4, _mm_or_si128(nibbles[0], _mm_slli_epi16(nibbles[1], 4)));
-          put(to + lane * 4 + kLineBytes, _mm_or_si128(nibbles[2], _mm_slli_epi16(nibbles[3], 4)));
-          put(to + lane * 4 + 2 * kLineBytes, bits);
+          put(to, _mm_or_si128(nibbles[0], _mm_slli_epi16(nibbles[1], 4)));
+          put(to + kHalfBytes, _mm_or_si128(nibbles[2], _mm_slli_epi16(nibbles[3], 4)));
+          put(to + 2 * kHalfBytes, bits);
         }
       }
     }
@@ -193,29 +199,28 @@ struct Packer {
         for (int64_t k = 0; k < padded; k += 8) put_quads(to + nibble_offset(k, c.lane), k);
         continue;
       }
-      for (int64_t k = 0; k < padded; k += 16, to += 3 * kLineBytes) {
-        put_quads(to + c.lane * 4, k);
-        put_quads(to + c.lane * 4 + kLineBytes, k + 8);
+      for (int64_t k = 0; k < padded; k += 16) {
+        unsigned char* quads = to + six_offset(k, c.lane);
+        put_quads(quads, k);
+        put_quads(quads + kHalfBytes, k + 8);
         for (int64_t i = 0; i < 4; ++i) {
           int32_t bits = 0;
           for (int64_t quad = 0; quad < 4; ++quad) bits |= (code(k + 4 * quad + i) >> 4 & 3) << 2 * quad;
-          to[c.lane * 4 + 2 * kLineBytes + i] = static_cast<unsigned char>(bits);
+          quads[2 * kHalfBytes + i] = static_cast<unsigned char>(bits);
         }
       }
     }
   }
-  // The number of an input.
-  int32_t number_at(Column c, int64_t k) const {
-    const int64_t inside = k % panels.depth.group;
-    const unsigned char* from = group(c, k / panels.depth.group);
+  // The number of a group's input.
+  int32_t number_at(Column c, int64_t index, int64_t inside) const {
+    const unsigned char* from = group(c, index);
     if (w.kind == WeightKind::int8 || w.kind == WeightKind::int8_groups) {
       return static_cast<int8_t>(from[offset(inside, c.lane)] ^ (flip(1) & 0xff));
     }
-    const int64_t at_once = w.kind == WeightKind::int6 ? 16 : 8;
-    from += w.kind == WeightKind::int6 ? inside / 16 * 3 * kLineBytes : nibble_offset(inside / 8 * 8, 0);
-    const int64_t quad = inside % at_once / 4, byte = c.lane * 4 + inside % 4;
-    const int32_t nibble = from[quad / 2 * kLineBytes + byte] >> quad % 2 * 4 & 15;
-    const int32_t bits = w.kind == WeightKind::int6 ? from[2 * kLineBytes + byte] >> 2 * quad & 3 : 0;
+    const int64_t quad = inside / 4, high = quad % 2 * 4;
+    if (w.kind == WeightKind::int4) return (from[nibble_offset(inside, c.lane)] >> high & 15) - excess_of(w);
+    from += six_offset(inside, c.lane) + inside % 4;
+    const int32_t nibble = from[quad % 4 / 2 * kHalfBytes] >> high & 15, bits = from[2 * kHalfBytes] >> 2 * (quad % 4) & 3;
     return (nibble | bits << 4) - excess_of(w);
   }
 };
@@ -489,15 +494,11 @@ void unpack_row(const Weight& w, int64_t output, float* row) {
   if (w.coding.code != Code::none) return linear::unpack_codes(w, output, row);
   const Packer packer(w);
   const Column c = linear::column_of(w, packer.panels, output);
+  if (linear::is_quantized(w.kind)) return packer.unpack(c, row);
+  const unsigned char* from = packer.group(c, 0);
   for (int64_t k = 0; k < w.k; ++k) {
-    const unsigned char* plain = packer.group(c, 0);
-    if (w.kind == WeightKind::bf16) {
-      row[k] = linear::from_bf16(plain + packer.offset(2 * k, c.lane));
-    } else if (w.kind == WeightKind::f32) {
-      row[k] = linear::from_f32(plain + packer.offset(4 * k, c.lane));
-    } else {
-      row[k] = packer.value_of(c, k / packer.panels.depth.group, packer.number_at(c, k));
-    }
+    row[k] = w.kind == WeightKind::bf16 ? linear::from_bf16(from + packer.offset(2 * k, c.lane))
+                                        : linear::from_f32(from + packer.offset(4 * k, c.lane));
   }
 }
 

@@ -31,6 +31,8 @@ FORMS = [
     WeightForm(code=CodeType.FP8_E4M3, group_size=64),
     WeightForm(code=CodeType.FP8_E5M2),
     WeightForm(code=CodeType.FP4_E2M1, group_size=32),
+    WeightForm(code=CodeType.UINT4, group_size=16, scale_group=32, has_offsets=True),
+    WeightForm(code=CodeType.INT6, group_size=16, scale_group=64),
 ]
 
 
@@ -49,11 +51,19 @@ class Codes(WeightSource):
         codes = random.integers(0, 256, (num_outputs, NUM_INPUTS * form.code.bits // 8), np.uint8)
         if form.code.bits == 8:
             codes[~np.isfinite(numbers_of(form.code))[codes]] = 1
+        several = (num_outputs, NUM_INPUTS // form.scale_group if form.scale_group else 0)
+        factors = random.uniform(0.001, 0.002, several).astype(np.float16) if form.scale_group else None
         self._rows[name] = CodedRows(
             codes=codes,
-            scales=random.uniform(0.01, 0.02, (num_outputs, groups)).astype(np.float32),
+            scales=random.uniform(0.01, 0.02, (num_outputs, groups)).astype(np.float32)
+            if factors is None
+            else random.integers(1, 16, (num_outputs, groups), np.int8),
+            factors=factors,
+            offset_factors=factors,
             zeros=random.integers(-8, 8, (num_outputs, groups), np.int8) if form.has_zeros else None,
-            offsets=random.normal(size=(num_outputs, groups)).astype(np.float32)
+            offsets=(random.normal(size=(num_outputs, groups)) * (1 if factors is None else 9)).astype(
+                np.float32 if factors is None else np.int8
+            )
             if form.has_offsets
             else None,
         )
@@ -88,8 +98,10 @@ class Codes(WeightSource):
                 g = j // form.group_size if form.group_size else 0
                 code = rows.codes[o, j // 2] >> 4 * (j % 2) & 15 if form.code.bits == 4 else rows.codes[o, j]
                 number = numbers[code] - (rows.zeros[o, g] if rows.zeros is not None else 0)
-                weight = np.float32(number) * rows.scales[o, g]
-                weight -= rows.offsets[o, g] if rows.offsets is not None else np.float32(0)
+                factor = np.float32(rows.factors[o, j // form.scale_group]) if rows.factors is not None else 1
+                weight = np.float32(number) * (np.float32(rows.scales[o, g]) * factor)
+                if rows.offsets is not None:
+                    weight -= np.float32(rows.offsets[o, g]) * factor
                 weights[o, j if order is None else order[j]] = weight
         return torch.from_numpy(weights)
 

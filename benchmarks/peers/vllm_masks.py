@@ -23,11 +23,11 @@ class Backend(XgrammarBackend):
     """Its backend of a vocabulary instead of a tokenizer."""
 
     def __post_init__(self) -> None:
-        """Make the compiler with its settings."""
+        """Make the compiler with its settings, but for the size of a cache that is not reached."""
         self.disable_any_whitespace, self.num_speculative_tokens = False, 0
-        tokens, stop_token_id = self.tokenizer
+        tokens, stop_token_ids = self.tokenizer
         info = xgrammar.TokenizerInfo(
-            tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[stop_token_id]
+            tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=stop_token_ids
         )
         self.compiler = xgrammar.GrammarCompiler(info, max_threads=8, cache_enabled=True)
 
@@ -42,13 +42,13 @@ class Masks:
         """Take a vocabulary, or walk a text."""
         return getattr(self, what)(*arguments)
 
-    def vocabulary(self, tokens: list[str], stop_token_id: int) -> None:
+    def vocabulary(self, tokens: list[str], stop_token_ids: list[int]) -> None:
         """Take the vocabulary, bytes in hexadecimal."""
-        given = [bytes.fromhex(token) for token in tokens], stop_token_id
+        given = [bytes.fromhex(token) for token in tokens], stop_token_ids
         self._backend = Backend(vllm_config=None, tokenizer=given, vocab_size=len(tokens))
 
     def walk(self, kind: str, text: str, token_ids: list[int], rounds: int) -> dict[str, list[float]]:
-        """Return what each mask took in µs: to fill in the scheduler, and to apply to logits in the worker."""
+        """Return what each mask took in µs: to fill in the scheduler, and to apply in the worker."""
         assert self._backend is not None, "the vocabulary comes first"
         mask = self._backend.allocate_token_bitmask(1)
         logits = torch.zeros(1, self._backend.vocab_size)
@@ -57,16 +57,16 @@ class Masks:
         for _ in range(rounds):
             grammar = self._backend.compile_grammar(StructuredOutputOptions[kind.upper()], text)
             for token_id in token_ids:
-                fill_us.append(_spent_us(lambda one=grammar: one.fill_bitmask(mask, 0)))
+                fill_us.append(_spent_us(grammar.fill_bitmask, mask, 0))
                 output = SimpleNamespace(structured_output_request_ids=["one"], grammar_bitmask=mask.numpy())
-                apply_us.append(_spent_us(lambda one=output: apply_grammar_bitmask(step, one, batch, logits)))
+                apply_us.append(_spent_us(apply_grammar_bitmask, step, output, batch, logits))
                 assert grammar.accept_tokens("one", [token_id]), "the text matches"
         return {"fill_us": fill_us, "apply_us": apply_us}
 
 
-def _spent_us(call: Callable[[], object]) -> float:
+def _spent_us(call: Callable[..., object], *arguments: object) -> float:
     started_ns = time.perf_counter_ns()
-    call()
+    call(*arguments)
     return (time.perf_counter_ns() - started_ns) / 1e3
 
 

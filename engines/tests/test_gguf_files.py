@@ -6,7 +6,7 @@ import json
 import shutil
 import struct
 import tracemalloc
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from safetensors.torch import load_file, save_file
 
 from sagellm.accel.coded import expand
 from sagellm.accel.weights import WeightReader
-from sagellm.core import CheckpointError, Shard, TensorSpec, UnsupportedModelError
+from sagellm.core import CheckpointError, Shard, TensorSpec, UnsupportedModelError, WeightSource
+from sagellm.core.protocols.weight_form import CodedRows
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.loading import SafetensorsFormat, open_checkpoint
 from sagellm.engines.loading.gguf import GGUFFormat
 from sagellm.engines.loading.gguf_header import read_gguf_header
-from sagellm.engines.loading.gguf_types import BLOCK_TYPES, BLOCKS
+from sagellm.engines.loading.gguf_types import BLOCK_TYPES, BLOCKS, coded_rows
 from sagellm.engines.models.families import LlamaFamily, MistralFamily, Qwen2Family, Qwen3Family
 from sagellm.engines.testing import make_checkpoint
 from sagellm.engines.testing.gguf import copy_as_gguf, write_gguf
@@ -449,17 +450,41 @@ def test_a_long_claim_costs_no_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_rows_are_read_in_bounded_memory(tmp_path: Path) -> None:
-    shape = (40_000, 1024)
+def one_weight(folder: Path, kind: str, shape: tuple[int, int]) -> WeightSource:
+    """Return the weights of a file with an embedding alone, of random blocks."""
     entries = {
         "general.architecture": "qwen2",
-        **{"qwen2.embedding_length": 1024, "qwen2.attention.head_count": 16, "qwen2.block_count": 1},
+        **{"qwen2.embedding_length": shape[1], "qwen2.attention.head_count": 16, "qwen2.block_count": 1},
         **{"qwen2.feed_forward_length": 1024, "qwen2.context_length": 64},
     }
-    tensors = {"token_embd.weight": ("Q8_0", shape, random_blocks("Q8_0", shape))}
-    write_gguf(tmp_path / "m.gguf", entries, tensors)
-    del tensors
-    weights = GGUFFormat().open(tmp_path / "m.gguf").weights
+    write_gguf(folder / "m.gguf", entries, {"token_embd.weight": (kind, shape, random_blocks(kind, shape))})
+    return GGUFFormat().open(folder / "m.gguf").weights
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_halves_of_k_types_have_the_factors_of_their_inputs(kind: str, tmp_path: Path) -> None:
+    weights = one_weight(tmp_path, kind, (8, 1024))
+    tensor = TensorSpec("model.embed_tokens.weight", (8, 1024), 1, 256)
+    form = weights.tensors[tensor.name].form
+    assert form is not None
+    whole = expand(weights.coded_rows(tensor, slice(0, 8)), form)
+    halves = [expand(weights.coded_rows(tensor, slice(2, 8), Shard(rank, 2)), form) for rank in range(2)]
+    assert np.array_equal(np.concatenate(halves, axis=1), whole[2:])
+    with pytest.raises(CheckpointError, match="cannot be divided at inputs 0 and 128; 256 of them share"):
+        weights.coded_rows(replace(tensor, shard_unit=1), slice(0, 8), Shard(0, 8))
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
+def test_many_rows_are_taken_apart_as_few(kind: str) -> None:
+    blocks = random_blocks(kind, (3001, 1024)).reshape(3001, -1, BLOCKS[kind][1])
+    together, at_once = coded_rows(kind, blocks), BLOCK_TYPES[kind].unpack(blocks)
+    for field in fields(CodedRows):
+        assert np.array_equal(getattr(together, field.name), getattr(at_once, field.name)), field.name
+
+
+def test_rows_are_read_in_bounded_memory(tmp_path: Path) -> None:
+    shape = (40_000, 1024)
+    weights = one_weight(tmp_path, "Q8_0", shape)
     tensor = TensorSpec("model.embed_tokens.weight", shape)
     tracemalloc.start()
     num_rows = sum(len(rows.codes) for _, rows in weights.coded_pieces(tensor))

@@ -45,6 +45,7 @@ FORMS = [
     form(CodeType.INT4, 16),
     form(CodeType.UINT4, 32, has_offsets=True, scale_group=96),
     form(CodeType.INT6, 16, scale_group=48),
+    form(CodeType.INT6, 48, has_offsets=True, scale_group=48),
     form(CodeType.INT8, 64, has_zeros=True, has_offsets=True, scale_group=128),
 ]
 
@@ -113,7 +114,9 @@ def random_rows(form: WeightForm, shape: tuple[int, int], scales: Any = np.float
             zeros=random.integers(-8, 8, (n, groups), np.int8) if form.has_zeros else None,
             offsets=random.integers(0, 64, (n, groups), np.int8) if form.has_offsets else None,
             factors=random.uniform(0.0001, 0.001, several).astype(np.float16),
-            offset_factors=random.uniform(0.001, 0.01, several).astype(np.float16),
+            offset_factors=random.uniform(0.001, 0.01, several).astype(np.float16)
+            if form.has_offsets
+            else None,
         )
     return CodedRows(
         codes=codes,
@@ -135,7 +138,7 @@ def coded(
     )  # fmt: skip
     handle = ctypes.c_void_p(functions.sage_linear_create_coded(ctypes.byref(linear)))
     for begin in range(0, n, piece):
-        arrays = given_rows(rows[begin : begin + piece], has_half_scales=has_half_scales)
+        arrays = given_rows(rows[begin : begin + piece], form, has_half_scales=has_half_scales)
         given = GivenRows(*(pointer(each) for each in arrays))
         count = min(piece, n - begin)
         functions.sage_linear_pack_codes(
@@ -160,7 +163,7 @@ def plain(functions: Any, kind: str, values: Floats, *, is_gated: bool = False) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_products_have_the_bits_of_the_weights(functions: Any, form: WeightForm, kind: str) -> None:
-    shape = (70, 192 if form.scale_group == 48 else 96 if form.group_size in (0, 16, 32, 48) else 256)
+    shape = (70, 144 if form.scale_group == 48 else 96 if form.group_size in (0, 16, 32, 48) else 256)
     rows = random_rows(form, shape)
     one, other = coded(functions, kind, form, rows), plain(functions, kind, expand(rows, form))
     assert np.array_equal(one.unpacked(), other.unpacked())

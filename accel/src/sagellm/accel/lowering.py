@@ -14,11 +14,13 @@ from sagellm.core import (
     LayerSpec,
     LinearSpec,
     ModelSpec,
+    StoredTensor,
     TensorSpec,
     WeightSource,
     get_logger,
 )
 from sagellm.core.protocols.model_spec import DecoderLinears, FusedLinear, LayerLinears, LinearPart
+from sagellm.core.protocols.weight_form import WeightForm
 
 logger = get_logger(__name__)
 
@@ -30,7 +32,8 @@ def lower(spec: ModelSpec, weights: WeightSource, fusions: Collection[str] = tup
     """Return the products of a spec that has a decoder, after the passes that `fusions` names.
 
     A head is tied as transformers ties it: only if none is stored that differs from the embedding. Raises
-    CheckpointError for a tensor that is neither quantized nor of floating-point numbers of 16 to 64 bits.
+    CheckpointError for a tensor that is neither quantized nor of floating-point numbers of 16 to 64 bits, or
+    whose groups do not divide its inputs.
     """
     decoder = spec.decoder
     assert decoder is not None, "backends refuse models without a decoder, or run them in another way"
@@ -41,6 +44,8 @@ def lower(spec: ModelSpec, weights: WeightSource, fusions: Collection[str] = tup
                 f"{stored.path}: tensor {tensor.name!r} has the type {stored.dtype}; only "
                 f"{', '.join(_PLAIN)} can be loaded"
             )
+        if stored.form is not None:
+            _check_groups(tensor, stored, stored.form)
     head, is_tied = decoder.head, decoder.head is None
     if head is not None and spec.geometry.tie_word_embeddings:
         is_tied = _are_equal(weights, head.weight, decoder.embedding)
@@ -56,6 +61,21 @@ def lower(spec: ModelSpec, weights: WeightSource, fusions: Collection[str] = tup
         is_tied=is_tied,
     )
     return fuse(linears, fusions)
+
+
+def _check_groups(tensor: TensorSpec, stored: StoredTensor, form: WeightForm) -> None:
+    num_inputs = tensor.shape[-1]
+    for size in (form.group_size, form.scale_group):
+        if size and num_inputs % size:
+            raise CheckpointError(
+                f"{stored.path}: tensor {tensor.name!r} has {num_inputs} inputs, which groups of {size} do not "
+                "divide"
+            )
+    if form.scale_group and (not form.group_size or form.scale_group % form.group_size):
+        raise CheckpointError(
+            f"{stored.path}: tensor {tensor.name!r} has factors for {form.scale_group} inputs, which are not "
+            f"whole groups of {form.group_size or num_inputs}"
+        )
 
 
 def _lower_layer(layer: LayerSpec, weights: WeightSource) -> LayerLinears:

@@ -130,8 +130,9 @@ class Matrix:
             return linear
         linear.has_half_scales = self.has_half_scales
         linear.has_zeros, linear.has_offsets = stored.has_zeros, stored.has_offsets
-        linear.is_unsigned, linear.scale_group = stored.code is CodeType.UINT4, stored.scale_group
+        linear.scale_group = stored.scale_group
         if self.kind not in _KINDS.values():
+            linear.is_unsigned = stored.code is CodeType.UINT4
             linear.has_one_scale = stored.activations is not None and not stored.activations.group_size
             return linear
         linear.code = CODES[stored.code]
@@ -290,7 +291,7 @@ class WeightPacker:
             return
         for begin, rows in self._weights.coded_pieces(part.weight, self._library.sage_pack_granularity()):
             place = part.outputs.start + begin, len(rows.codes)
-            arrays = given_rows(rows, has_half_scales=matrix.has_half_scales)
+            arrays = given_rows(rows, matrix.stored, has_half_scales=matrix.has_half_scales)
             addresses = [None if array is None else array.ctypes.data for array in arrays]
             coded = structures.CodedRows(*addresses)
             self._library.sage_pack_codes(ctypes.byref(linear), *place, ctypes.byref(coded), threads)
@@ -331,10 +332,15 @@ class WeightPacker:
         return int(values.ctypes.data)
 
 
-def given_rows(rows: CodedRows, *, has_half_scales: bool) -> list[npt.NDArray[np.generic] | None]:
-    """Return the arrays of `structures.CodedRows` in the types that the library reads."""
+def given_rows(
+    rows: CodedRows, form: WeightForm, *, has_half_scales: bool
+) -> list[npt.NDArray[np.generic] | None]:
+    """Return the arrays of `structures.CodedRows` in the types that the library reads.
+
+    Raises CheckpointError if one is missing that the form speaks of.
+    """
     wide = np.float16 if has_half_scales else np.float32
-    in_bytes = rows.factors is not None
+    in_bytes = form.scale_group > 0
     types = {
         "codes": None,
         "scales": np.int8 if in_bytes else wide,
@@ -344,6 +350,14 @@ def given_rows(rows: CodedRows, *, has_half_scales: bool) -> list[npt.NDArray[np
         "offset_factors": np.float16,
     }
     arrays = {name: getattr(rows, name) for name in types}
+    wanted = {
+        "zeros": form.has_zeros,
+        "offsets": form.has_offsets,
+        "factors": in_bytes,
+        "offset_factors": in_bytes and form.has_offsets,
+    }
+    if missing := [name for name, is_wanted in wanted.items() if is_wanted and arrays[name] is None]:
+        raise CheckpointError(f"rows of a weight in {form} come without {', '.join(missing)}")
     return [
         None if array is None else np.ascontiguousarray(array, types[name]) for name, array in arrays.items()
     ]

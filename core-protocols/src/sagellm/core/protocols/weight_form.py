@@ -67,10 +67,10 @@ class WeightForm:
 class CodedRows:
     """Some outputs of a quantized weight, (rows, in): contiguous arrays, or views of the file.
 
-    `codes` is uint8, or int8 for INT8; of 4 bits (rows, in ÷ 2). `scales` and `offsets` are (rows, groups) in
-    float32 or float16; a reader that has them in another format converts them to float32. `zeros` is
-    (rows, groups) in int8, in the numbers' unit. With a `scale_group` scales and offsets are int8, and their
-    factors (rows, scale groups) in float16.
+    `codes` is uint8, or int8 for INT6 and INT8; of 4 bits (rows, in ÷ 2). `scales` and `offsets` are
+    (rows, groups) in float32 or float16; a reader that has them in another format converts them to float32.
+    `zeros` is (rows, groups) in int8, in the numbers' unit. With a `scale_group` scales and offsets are int8,
+    and their factors (rows, scale groups) in float16.
     """
 
     codes: npt.NDArray[np.generic]
@@ -86,7 +86,7 @@ class CodedRows:
         return replace(self, **{name: each[rows] for name, each in arrays.items() if each is not None})
 
     def whole_scales(self) -> npt.NDArray[np.generic]:
-        """Return the scales times their factors, exact in float32; without factors as they are."""
+        """Return the scales times their factors, which float32 holds exactly; without factors as they are."""
         return _times(self.scales, self.factors)
 
     def whole_offsets(self) -> npt.NDArray[np.generic] | None:

@@ -94,7 +94,7 @@ class GGUFWeights(SafetensorsWeights):
         order = self._row_orders.get(tensor.name)
         read = coded_rows(blocks.dtype, whole[rows if order is None else order[rows]])
         for values in (read.scales, read.offsets, read.factors, read.offset_factors):
-            if values is not None and not np.isfinite(values).all():
+            if values is not None and values.dtype.kind == "f" and not np.isfinite(values).all():
                 raise CheckpointError(
                     f"{stored.path}: tensor {tensor.name!r} has a scale that is NaN or infinite; the file is "
                     f"damaged, fetch it again"
@@ -117,7 +117,7 @@ def _inputs_of(rows: CodedRows, inputs: slice, stored: PlacedTensor, name: str) 
 
     at_once = {
         "codes": 8 // form.code.bits,
-        **dict.fromkeys(("scales", "offsets"), form.group_size),
+        **dict.fromkeys(("scales", "zeros", "offsets"), form.group_size),
         **dict.fromkeys(("factors", "offset_factors"), form.scale_group),
     }
     arrays = {name: getattr(rows, name) for name in at_once}

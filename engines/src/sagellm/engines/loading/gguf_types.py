@@ -172,7 +172,7 @@ def coded_rows(kind: str, blocks: _Bytes) -> CodedRows:
     at_once = max(1, _BYTES_AT_ONCE * len(blocks) // max(1, blocks.nbytes))
     if at_once >= len(blocks):
         return unpack(blocks)
-    first = unpack(blocks[:at_once])
+    first = unpack(blocks[:1])
     parts = {field.name: getattr(first, field.name) for field in fields(CodedRows)}
     arrays = {
         name: np.empty((len(blocks), *part.shape[1:]), part.dtype)

@@ -10,7 +10,7 @@ from sagellm.core import StoredTensor, WeightSource
 from sagellm.core.protocols.weight_form import ActivationForm, CodeType, WeightForm
 
 _GROUP_MULTIPLES = {CodeType.INT4: 32, CodeType.UINT4: 32, CodeType.INT6: 16, CodeType.INT8: 16}
-"""What the sizes of groups are multiples of in products of integers."""
+"""Products of integers take group sizes that are multiples of these."""
 
 
 def stored_forms(weights: WeightSource) -> list[str]:

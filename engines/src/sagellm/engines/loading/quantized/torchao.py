@@ -35,8 +35,8 @@ _NOT_READ = (
     "act_per_tensor_scale",
 )
 _READABLE = (
-    "read are Int8Tensor, IntxUnpackedToInt8Tensor of int4 and int8, Float8Tensor in E4M3 and Int4Tensor, "
-    "with activations as they are, or dynamic and symmetric in INT8 or FP8"
+    "supported are Int8Tensor, IntxUnpackedToInt8Tensor of int4 and int8, Float8Tensor in E4M3 and "
+    "Int4Tensor, with activations as they are, or dynamic and symmetric in INT8 or FP8"
 )
 _MAX_VALUES = 1000  # of the JSON of one tensor
 
