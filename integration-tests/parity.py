@@ -15,6 +15,7 @@ from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.testing import make_checkpoint
 
 NUM_OUTPUT_TOKENS = 64
+BATCH_SIZE = 16  # of the reference
 MARGIN = 1e-4  # float32: a difference is allowed only below this top-2 margin of the reference
 
 # name → the family and shape of its checkpoint; shapes are odd on purpose
@@ -139,23 +140,33 @@ class Reference:
         return cls(path, model, long_prompts, make_prompts(vocab_size, ONE_BY_ONE))
 
     def generate(self, prompt: list[int]) -> list[int]:
-        """Return the greedy continuation of a prompt that runs alone."""
-        key = tuple(prompt)
-        if key in self.tokens:
-            return self.tokens[key]
+        """Return the greedy continuation of a prompt."""
+        self.prepare([prompt])
+        return self.tokens[tuple(prompt)]
+
+    def prepare(self, prompts: Sequence[list[int]]) -> None:
+        """Generate what is missing in batches of similar lengths, ten times as fast as one by one."""
+        missing = sorted({tuple(prompt) for prompt in prompts} - self.tokens.keys(), key=len)
+        for first in range(0, len(missing), BATCH_SIZE):
+            self._generate(missing[first : first + BATCH_SIZE])
+
+    def _generate(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        width = max(map(len, prompts))
+        padded = [(0,) * (width - len(prompt)) + prompt for prompt in prompts]
+        mask = [(0,) * (width - len(prompt)) + (1,) * len(prompt) for prompt in prompts]
         with torch.inference_mode():
             out = self.model.generate(
-                input_ids=torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                input_ids=torch.tensor(padded),
+                attention_mask=torch.tensor(mask),
                 do_sample=False,
                 max_new_tokens=NUM_OUTPUT_TOKENS,
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-        top = torch.stack([logits[0] for logits in out.logits]).float().topk(2).values
-        self.tokens[key] = out.sequences[0, len(prompt) :].tolist()
-        self.margins[key] = (top[:, 0] - top[:, 1]).tolist()
-        return self.tokens[key]
+        top = torch.stack(out.logits, dim=1).float().topk(2).values  # (prompts, tokens, 2)
+        for prompt, tokens, best in zip(prompts, out.sequences[:, width:], top, strict=True):
+            self.tokens[prompt] = tokens.tolist()
+            self.margins[prompt] = (best[:, 0] - best[:, 1]).tolist()
 
 
 LONG = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 49, 63, 64, 65, 100, 127, 128, 129]
@@ -265,6 +276,7 @@ def compare(case: Case, reference: Reference, engine: LLMEngine) -> Comparison:
     comparison = Comparison()
     prompts = prompts_of(case, reference)
     batches = [prompts] if case.batch == "mixed" else [[prompt] for prompt in prompts[::4]]
+    reference.prepare([prompt for batch in batches for prompt in batch])
     for batch in batches:
         for prompt, output in zip(batch, engine.generate(batch, params), strict=True):
             comparison.add(reference, prompt, output.outputs[0].token_ids, str(case))

@@ -74,6 +74,7 @@ def check(case: Case, reference: Reference) -> Comparison:
 def test_the_reference_says_something(references: Any, name: str) -> None:
     reference = references(name)
     prompts = reference.long_prompts[::4] + reference.short_prompts[::4]
+    reference.prepare(prompts)
     assert min(len(set(reference.generate(prompt))) for prompt in prompts) >= 16
 
 
