@@ -28,6 +28,7 @@ MARKS = {
     "full": "a longer case, run with -m full",
     "matrix": "the full product of all settings, run by hand",
     "repeats": "its cases run the same lines of the product, so coverage traces the first one alone",
+    "no_cover": "repeats lines of other tests for so long that coverage does not trace it",
     "cuda": "needs a CUDA device",
 }
 _KIT = "sagellm.testing"
