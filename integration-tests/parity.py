@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, product
+from itertools import combinations, groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.testing import make_checkpoint
 
 NUM_OUTPUT_TOKENS = 64
-BATCH_SIZE = 16  # of the reference
 MARGIN = 1e-4  # float32: a difference is allowed only below this top-2 margin of the reference
 
 # name → the family and shape of its checkpoint; shapes are odd on purpose
@@ -147,8 +146,8 @@ class Reference:
     def prepare(self, prompts: Sequence[list[int]]) -> None:
         """Generate what is missing in batches of similar lengths, ten times as fast as one by one."""
         missing = sorted({tuple(prompt) for prompt in prompts} - self.tokens.keys(), key=len)
-        for first in range(0, len(missing), BATCH_SIZE):
-            self._generate(missing[first : first + BATCH_SIZE])
+        for _, batch in groupby(missing, lambda prompt: max(127, len(prompt)).bit_length()):
+            self._generate(list(batch))
 
     def _generate(self, prompts: Sequence[tuple[int, ...]]) -> None:
         width = max(map(len, prompts))
