@@ -68,7 +68,7 @@ class TestNullTier(KVTierContract):
 
 
 class TestTieredStorage(KVTierContract):
-    num_long_operations = 1_000_000
+    num_long_operations = 200_000
 
     def make(self, max_bytes: int) -> KVTierProtocol:
         host, file = BackendTier(DDRBackend(max_bytes // 4)), file_tier(max_bytes // 2)
