@@ -60,12 +60,15 @@ def main() -> int:
     """Run every part that this machine can run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--no-benchmarks", action="store_true", help="only the tests")
+    parser.add_argument(
+        "--no-interpreter", action="store_true", help="not the first part: it is in the suite"
+    )
     parser.add_argument("--save", type=Path, default=RESULTS / "cuda-suite.json", help="default: %(default)s")
     options = parser.parse_args()
-    parts: dict[str, Any] = {
-        "interpreter": tests(*ANY_MARK, *TESTS, is_interpreted=True),
-        "compiled_for_sm90": compiled(),
-    }
+    parts: dict[str, Any] = {}
+    if not options.no_interpreter:
+        parts["interpreter"] = tests(*ANY_MARK, *TESTS, is_interpreted=True)
+    parts["compiled_for_sm90"] = compiled()
     if torch.cuda.is_available():
         parts["gpu"] = torch.cuda.get_device_name()
         parts["kernels_on_gpu"] = tests(*ANY_MARK, *TESTS, is_interpreted=False)

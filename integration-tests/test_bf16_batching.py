@@ -76,6 +76,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     "names",
     [

@@ -64,6 +64,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize(
     ("vocab_size", "sharpness"),
@@ -80,6 +81,7 @@ def test_a_draw_is_the_samplers(kind, vocab_size, sharpness):
     assert drawn(logits, params, -7) == sampled(logits, params, -7)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_equal_logits_are_dropped_in_the_same_order(kind):
     generator = torch.Generator().manual_seed(5)

@@ -84,6 +84,7 @@ def test_requests_with_one_system_prompt_have_the_tokens_of_transformers(tmp_pat
     made = engine(reference.path, num_blocks=256, max_model_len=512)
     generate(made, [system])  # from now on its blocks are cached
     comparison = Comparison()
+    reference.prepare(prompts)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
     for prompt, output in zip(prompts, made.generate(prompts, params), strict=True):
         comparison.add(reference, prompt, list(output.outputs[0].token_ids), "shared system prompt")

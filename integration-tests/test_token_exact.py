@@ -73,10 +73,12 @@ def check(case: Case, reference: Reference) -> Comparison:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_reference_says_something(references: Any, name: str) -> None:
     reference = references(name)
-    prompts = reference.long_prompts[::4] + reference.short_prompts[::4]
+    prompts = reference.long_prompts[:18:2] + reference.short_prompts[::4]
+    reference.prepare(prompts)
     assert min(len(set(reference.generate(prompt))) for prompt in prompts) >= 16
 
 
+@pytest.mark.no_cover
 def test_tokens_equal_the_reference(references: Any) -> None:
     check_all(SUITE, references)
 

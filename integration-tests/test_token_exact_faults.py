@@ -65,6 +65,7 @@ def shorten_the_window(engine: LLMEngine) -> None:
     backend.forward = forward_with_less  # type: ignore[method-assign]
 
 
+@pytest.mark.no_cover
 def test_without_a_fault_every_token_is_equal(reference: Reference) -> None:
     assert compare(CASE, reference, make_engine(CASE, reference)).is_exact
 

@@ -91,6 +91,7 @@ def run(reference: Reference, passes: str, seed: int = 0, **settings: Any) -> li
     scheduler.add = add_with_tenant
     waiting = {str(index): prompt for index, prompt in enumerate(prompts)}
     expected, comparison = dict(waiting), Comparison()
+    reference.prepare(prompts)
     for step in range(20_000):
         for name in list(waiting)[: 4 if step == 0 else step % 3]:
             engine.add_request(waiting.pop(name), GREEDY, request_id=name, priority=rng.choice((-1, 0, 0, 3)))

@@ -23,6 +23,7 @@ HEADER = BlockHeader(
 )
 
 
+@pytest.mark.no_cover
 @settings(deadline=None, derandomize=True)
 @given(
     parent_hash=st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES),

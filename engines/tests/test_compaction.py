@@ -65,6 +65,7 @@ def run(engine, *, most=8):
     return [found[index] for index in range(len(PROMPTS))]
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("allocator", ["free_list", "buddy"])
 @pytest.mark.parametrize(
     "settings",

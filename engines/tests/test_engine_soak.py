@@ -67,6 +67,7 @@ def test_a_few_random_aborts_lose_no_block(make_engine, all_blocks_are_back):
     assert engine.client.core.parts.predictor.num_live_sequences == 0
 
 
+@pytest.mark.no_cover
 def test_what_has_ended_is_freed_without_the_collector(make_engine):
     # a core in a process of its own makes full collections rare: a circle of references would last for hours
     rng = random.Random(7)

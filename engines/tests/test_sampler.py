@@ -138,6 +138,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(
     "name",
     [

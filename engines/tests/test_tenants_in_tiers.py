@@ -38,6 +38,7 @@ def written(engine):
     return wait_until(metrics, "some tier has written nothing")
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("where", ["", "host", "file", "redis", "host over file over redis"])
 def test_hot_tiers_give_a_prompt_to_its_tenant_alone(make_engine, long_checkpoint, tmp_path, request, where):
     small = NUM_TOKENS * 200  # about a quarter of the prompt's KV

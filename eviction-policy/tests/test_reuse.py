@@ -200,6 +200,7 @@ def num_turns_in_memory() -> int:
     return sum(isinstance(each, Turn) for each in gc.get_objects())
 
 
+@pytest.mark.no_cover
 def test_what_is_remembered_of_evicted_prompts_is_bounded():
     policy = ReuseEvictionPolicy()
     cache = Cache(policy)
@@ -213,6 +214,7 @@ def test_what_is_remembered_of_evicted_prompts_is_bounded():
     assert num_turns_in_memory() - num_before < 16_500
 
 
+@pytest.mark.no_cover
 def test_what_is_forgotten_is_freed_without_the_collector():
     policy = ReuseEvictionPolicy()
     cache = Cache(policy)

@@ -208,7 +208,7 @@ for number in count():
 """
 
 
-@pytest.mark.parametrize("num_kills", [10, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_kills", [10, pytest.param(60, marks=pytest.mark.full)])
 def test_a_writer_that_is_killed_leaves_no_wrong_block(tmp_path, num_kills):
     path, random = tmp_path / "tier", Randomness(0).stream("kills")
     num_found = 0

@@ -68,7 +68,7 @@ class TestNullTier(KVTierContract):
 
 
 class TestTieredStorage(KVTierContract):
-    num_long_operations = 1_000_000
+    num_long_operations = 200_000
 
     def make(self, max_bytes: int) -> KVTierProtocol:
         host, file = BackendTier(DDRBackend(max_bytes // 4)), file_tier(max_bytes // 2)
@@ -281,6 +281,7 @@ def test_a_block_on_its_way_down_can_be_asked_for(seed):
     tiered.check_integrity()
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("seed", range(5))
 def test_random_operations_over_tiers_that_fail_agree_with_a_model(seed):
     tiers = {

@@ -204,6 +204,7 @@ def loads(draw) -> tuple[list[BlockLocation], dict[str, int], set[str]]:
     return blocks, draw(st.dictionaries(places, st.integers(0, 200))), draw(st.sets(places, max_size=2))
 
 
+@pytest.mark.no_cover
 @settings(max_examples=300, deadline=None)
 @given(loads())
 def test_no_plan_goes_over_what_is_free_and_each_block_lands_as_near_as_there_is_room(load):

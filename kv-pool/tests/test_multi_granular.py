@@ -109,7 +109,8 @@ def churn(pool: MultiGranularKVPool, seed: int, num_operations: int, check_every
         pool.free(extents)
 
 
-@pytest.mark.parametrize("num_operations", [5_000, pytest.param(1_000_000, marks=pytest.mark.full)])
+@pytest.mark.repeats
+@pytest.mark.parametrize("num_operations", [5_000, pytest.param(250_000, marks=pytest.mark.full)])
 def test_random_operations_lose_no_token_and_give_none_twice(num_operations):
     pool = make()
     churn(pool, 0, num_operations, 1 if num_operations < 10_000 else 100)
@@ -118,7 +119,7 @@ def test_random_operations_lose_no_token_and_give_none_twice(num_operations):
     pool.check_integrity()
 
 
-@pytest.mark.parametrize("num_operations", [500, pytest.param(125_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_operations", [500, pytest.param(30_000, marks=pytest.mark.full)])
 def test_eight_threads_share_a_pool(num_operations):
     pool = make()
     run_in_threads(lambda thread: churn(pool, thread, num_operations, 100), num_threads=8)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,7 @@ MARKS = {
     "full": "a longer case, run with -m full",
     "matrix": "the full product of all settings, run by hand",
     "repeats": "its cases run the same lines of the product, so coverage traces the first one alone",
+    "no_cover": "repeats lines of other tests for so long that coverage does not trace it",
     "cuda": "needs a CUDA device",
 }
 _KIT = "sagellm.testing"
@@ -40,9 +42,15 @@ pytest.register_assert_rewrite(_KIT)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marks."""
+    """Register the marks, and stop the first of the two tracers that pytest-cov starts in a worker.
+
+    To leave a test untraced pytest-cov stops the second one only, whereupon the first one would go on.
+    """
     for name, meaning in MARKS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
+    coverage: Any = config.pluginmanager.getplugin("_cov")
+    if hasattr(config, "workerinput") and coverage is not None:
+        coverage.cov_controller.pause()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

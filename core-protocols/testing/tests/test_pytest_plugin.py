@@ -32,6 +32,14 @@ class TestMine(KVAllocatorContract):
     def make(self, total_blocks):
         return NullKVAllocator(total_blocks)
 """
+TRACED = """
+import sys
+import pytest
+
+@pytest.mark.repeats
+@pytest.mark.parametrize("case", [0, 1])
+def test_traced(case): assert (sys.gettrace() is None) == bool(case)
+"""
 ASKS = '[tool.sagellm.pytest]\ndeselect = ["full", "matrix", "cuda"]\n'
 
 
@@ -99,6 +107,15 @@ def test_workers_take_turns_if_a_test_is_to_run_alone(project: Path) -> None:
     output = run(project, "-n", "2", f"--basetemp={project / 'scratch'}")
     assert "2 passed" in output
     assert (project / "scratch" / "turn.room").exists()
+
+
+def test_coverage_traces_repeated_lines_once_in_a_worker_too(project: Path) -> None:
+    pytest.importorskip("xdist")
+    pytest.importorskip("pytest_cov")
+    (project / "pyproject.toml").write_text(ASKS)
+    (project / "tests" / "test_marked.py").write_text(TRACED)
+    output = run(project, "-n", "1", "--cov", "--cov-report=")
+    assert "2 passed" in output, output
 
 
 def test_workers_of_strangers_take_no_turns(project: Path) -> None:

@@ -118,6 +118,7 @@ def test_belady_finds_the_best_of_all_choices():
     assert sum(by_lru) < sum(saved)
 
 
+@pytest.mark.no_cover
 def test_a_policy_that_learns_keeps_who_comes_back():
     """Questions that nobody goes on with, among conversations that each come back after two minutes."""
     rng = Random(5)

@@ -20,20 +20,20 @@ from sagellm.server.http.listener import Listener
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("first", range(0, 100, 25))
+@pytest.mark.parametrize("first", [0, 30])
 def test_no_fault_makes_an_answer_wrong_or_missing(first):
     totals = Totals()
-    failures = list(run_seeds(range(first, first + 25), totals))
+    failures = list(run_seeds(range(first, first + 30), totals))
     assert not failures, "\n".join(map(str, failures))
     assert totals.num_answered > 150
     assert totals.num_attempts > totals.num_answered, "no fault was felt"
     assert totals.num_restarts > 5
 
 
-@pytest.mark.full  # two minutes of CPU
-@pytest.mark.parametrize("first", range(100, 1000, 100))
-def test_a_thousand_seeds_find_nothing(first):
-    failures = list(run_seeds(range(first, first + 100), Totals()))
+@pytest.mark.full  # a minute of CPU
+@pytest.mark.parametrize("first", range(60, 500, 55))
+def test_five_hundred_seeds_find_nothing(first):
+    failures = list(run_seeds(range(first, first + 55), Totals()))
     assert not failures, "\n".join(map(str, failures))
 
 
@@ -44,15 +44,14 @@ print(run_plan(draw_plan(3)))
 """
 
 
-def test_a_seed_replays_exactly_in_this_and_in_other_processes():
+def test_a_seed_replays_exactly_in_this_process_and_in_another():
     first = run_plan(draw_plan(3))
     assert run_plan(draw_plan(3)) == first
     assert run_plan(draw_plan(4)).log_hash != first.log_hash
-    for hash_seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        command = [sys.executable, "-c", _REPLAY]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
-        assert done.stdout == f"{first}\n", done.stderr
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    command = [sys.executable, "-c", _REPLAY]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    assert done.stdout == f"{first}\n", done.stderr
 
 
 def test_a_violation_is_found_and_shrinks_to_what_suffices(monkeypatch):

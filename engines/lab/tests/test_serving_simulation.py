@@ -93,6 +93,7 @@ def test_the_same_load_gives_the_same_run():
     assert simulate_serving(load(2), config(150), COSTS).figures != runs[0].figures
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("num_blocks", [40, 60, 150, 4000])
 def test_every_request_gets_its_whole_output_whatever_the_memory(num_blocks):
     requests = load(3)
@@ -146,6 +147,7 @@ def test_the_limit_that_requests_state_does_not_tell_their_length():
     assert seen == [40, 40]
 
 
+@pytest.mark.no_cover
 def test_tenants_share_while_both_wait():
     """One tenant floods the engine, the other sends as much as it can be served."""
     flood = [TraceRequest(0.0, 600, 20, tenant="a") for _ in range(60)]

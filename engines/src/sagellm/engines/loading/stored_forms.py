@@ -46,7 +46,7 @@ def with_int8_activations(tensors: Mapping[str, StoredTensor]) -> dict[str, Stor
     """Return the tensors, where integers with plain activations are to be multiplied by int8 ones.
 
     Activations have a scale for each of the weight's groups, or for a token where there are none or columns
-    are in another order. Weights in smaller groups than those of 32 inputs (int8: 16) stay as they are.
+    are in another order. Groups that are not a multiple of 32 inputs (int8: 16) stay as they are.
     """
     return {name: replace(stored, form=_rounded(stored.form)) for name, stored in tensors.items()}
 
