@@ -68,8 +68,8 @@ def _check_groups(tensor: TensorSpec, stored: StoredTensor, form: WeightForm) ->
     for size in (form.group_size, form.scale_group):
         if size and num_inputs % size:
             raise CheckpointError(
-                f"{stored.path}: tensor {tensor.name!r} has {num_inputs} inputs, which groups of {size} do not "
-                "divide"
+                f"{stored.path}: tensor {tensor.name!r} has {num_inputs} inputs, which groups of {size} "
+                "do not divide"
             )
     if form.scale_group and (not form.group_size or form.scale_group % form.group_size):
         raise CheckpointError(
