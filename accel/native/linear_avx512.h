@@ -159,6 +159,7 @@ __attribute__((noinline)) static void rows_integers(const Product& p, int64_t pa
   const float* scales = p.scales;  // copies: stores to `sums` might change what `p` refers to
   const int32_t* row_sums = p.sums;
   const int64_t num_groups = depth.num_groups;
+  for (int64_t i = 0; i < p.panels.sets.factors_end; i += 64) prefetch(p.panel(panel) + i);
   GroupWalk place(p.panels, p.panel(panel));
   Sums<rows> sums;
   for (int64_t group = 0; group < num_groups; ++group, place.next()) {
