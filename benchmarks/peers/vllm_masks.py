@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,4 +72,4 @@ def _spent_us(call: Callable[..., object], *arguments: object) -> float:
 
 
 if __name__ == "__main__":
-    answer(lambda: (Masks(), {"vllm": vllm.__version__, "xgrammar": xgrammar.__version__}))
+    answer(lambda: (Masks(), {"vllm": vllm.__version__, "xgrammar": version("xgrammar")}))

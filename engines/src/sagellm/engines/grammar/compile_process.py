@@ -40,7 +40,7 @@ class CompileLimits:
     seconds: float = 10.0  # of this process's CPU time; of real time three times as much
     memory_bytes: int = 1 << 30
     compiled_bytes: int = 64 << 20  # what is sent back
-    mask_ms: float = 10.0  # for a mask and the token after it, tried on a first text
+    mask_ms: float = 20.0  # for a mask and the token after it, tried on a first text
 
 
 class CompileProcess:
