@@ -118,7 +118,7 @@ def parse_now(
     reading = _Reading(limits or PromptLimits(), IgnoredFields(takes_unknown=is_lenient))
     try:
         return Parsed(reading.read(kind, values, ""), reading.ignored)
-    except UnicodeDecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # of a text: which one depends on the version
         raise _explain_json(b"") from error
 
 
@@ -393,7 +393,7 @@ def _require_nothing(shown: str, name: str, value: memoryview, known: _Known) ->
 def _decode_short(value: memoryview) -> Any:
     try:
         return msgspec.json.decode(value)
-    except UnicodeDecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return value
 
 
