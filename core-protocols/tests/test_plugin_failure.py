@@ -40,6 +40,15 @@ def test_kinds_that_pass_are_raised_and_so_are_their_subclasses():
     assert isinstance(raised(ValueError(), LookupError), ValueError)
 
 
+@pytest.fixture
+def heeded_ctrl_c():
+    """Python's own handler of Ctrl-C; a shell's background process inherits that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded_ctrl_c")
 @pytest.mark.parametrize("passing", [(), (ValueError,)])
 def test_ctrl_c_passes(passing):
     def interrupted() -> None:
