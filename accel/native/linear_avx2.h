@@ -128,8 +128,9 @@ SAGE_INLINE void start_group(const Product& p, int64_t row_group, int64_t group,
   }
 }
 
-template <int rows, int panels>
-__attribute__((noinline)) static void rows_int8(const Product& p, int64_t panel, int64_t row_group) {
+// Panels of integers: add_step(weights, activations, left, right) adds the products of a step, and moves on in the weights.
+template <int rows, int panels, class Step>
+SAGE_INLINE void rows_integers(const Product& p, int64_t panel, int64_t row_group, int32_t excess, const Step& add_step) {
   const Depth& depth = p.input.depth;
   const unsigned char* activations = p.rows_at(row_group);
   Sums<rows, panels> sums;
@@ -137,26 +138,35 @@ __attribute__((noinline)) static void rows_int8(const Product& p, int64_t panel,
   for (int64_t group = 0; group < depth.num_groups; ++group, place.next()) {
     const unsigned char* weights = place.codes;
     __m256i left[panels][rows], right[panels][rows];
-    start_group<rows, panels>(p, row_group, group, 0, left, right);
+    start_group<rows, panels>(p, row_group, group, excess, left, right);
     for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
-      for (int64_t at = 0; at < depth.step_bytes; at += 8, weights += kLineBytes) {
-#pragma GCC unroll 4
-        for (int i = 0; i < panels; ++i) {
-          const unsigned char* line = weights + i * p.panels.panel_bytes;
-          for_halves<WeightKind::int8>(line, [&](const Vectors& w, int64_t half) __attribute__((always_inline)) {
-#pragma GCC unroll 6
-            for (int row = 0; row < rows; ++row) {
-              const __m256i x = same_quads(activations + row * depth.step_bytes + at + half * 4);
-              add_pairs(left[i][row], w.left, x);
-              add_pairs(right[i][row], w.right, x);
-            }
-          });
-        }
-      }
+      add_step(weights, activations, left, right);
     }
     add_group<rows, panels>(p, place, row_group, group, left, right, sums);
   }
   for (int i = 0; i < panels; ++i) finish(p, panel + i, p.first_row(row_group), rows, sums.left[i], sums.right[i]);
+}
+
+template <int rows, int panels>
+__attribute__((noinline)) static void rows_int8(const Product& p, int64_t panel, int64_t row_group) {
+  const Depth& depth = p.input.depth;
+  rows_integers<rows, panels>(p, panel, row_group, 0, [&](const unsigned char*& weights, const unsigned char* activations, auto& left,
+                              auto& right) __attribute__((always_inline)) {
+    for (int64_t at = 0; at < depth.step_bytes; at += 8, weights += kLineBytes) {
+#pragma GCC unroll 4
+      for (int i = 0; i < panels; ++i) {
+        const unsigned char* line = weights + i * p.panels.panel_bytes;
+        for_halves<WeightKind::int8>(line, [&](const Vectors& w, int64_t half) __attribute__((always_inline)) {
+#pragma GCC unroll 6
+          for (int row = 0; row < rows; ++row) {
+            const __m256i x = same_quads(activations + row * depth.step_bytes + at + half * 4);
+            add_pairs(left[i][row], w.left, x);
+            add_pairs(right[i][row], w.right, x);
+          }
+        });
+      }
+    }
+  });
 }
 
 SAGE_INLINE void add_bytes(__m256i& sum, __m256i nibbles, __m256i x) {
@@ -171,48 +181,39 @@ SAGE_INLINE __m256i words_added(__m256i sum, __m256i words) {
 template <int rows, int panels>
 __attribute__((noinline)) static void rows_int4(const Product& p, int64_t panel, int64_t row_group) {
   const Depth& depth = p.input.depth;
-  const unsigned char* activations = p.rows_at(row_group);
-  Sums<rows, panels> sums;
-  GroupWalk place(p.panels, p.panel(panel));
-  for (int64_t group = 0; group < depth.num_groups; ++group, place.next()) {
-    const unsigned char* weights = place.codes;
-    __m256i left[panels][rows], right[panels][rows];
-    start_group<rows, panels>(p, row_group, group, excess_of(p.weight), left, right);
-    for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
-      for (int64_t k = 0; k < depth.step_bytes; k += 32) {
-        __m256i left_words[panels][rows], right_words[panels][rows];
+  rows_integers<rows, panels>(p, panel, row_group, excess_of(p.weight), [&](const unsigned char*& weights, const unsigned char* activations, auto& left,
+                              auto& right) __attribute__((always_inline)) {
+    for (int64_t k = 0; k < depth.step_bytes; k += 32) {
+      __m256i left_words[panels][rows], right_words[panels][rows];
+#pragma GCC unroll 4
+      for (int i = 0; i < panels; ++i) {
+#pragma GCC unroll 6
+        for (int row = 0; row < rows; ++row) left_words[i][row] = right_words[i][row] = _mm256_setzero_si256();
+      }
+      for (int64_t at = k; at < k + 32; at += 8, weights += kLineBytes) {
 #pragma GCC unroll 4
         for (int i = 0; i < panels; ++i) {
+          const unsigned char* line = weights + i * p.panels.panel_bytes;
+          for_halves<WeightKind::int4>(line, [&](const Vectors& w, int64_t half) __attribute__((always_inline)) {
 #pragma GCC unroll 6
-          for (int row = 0; row < rows; ++row) left_words[i][row] = right_words[i][row] = _mm256_setzero_si256();
+            for (int row = 0; row < rows; ++row) {
+              const __m256i x = same_quads(activations + row * depth.step_bytes + at + half * 4);
+              add_bytes(left_words[i][row], w.left, x);
+              add_bytes(right_words[i][row], w.right, x);
+            }
+          });
         }
-        for (int64_t at = k; at < k + 32; at += 8, weights += kLineBytes) {
+      }
 #pragma GCC unroll 4
-          for (int i = 0; i < panels; ++i) {
-            const unsigned char* line = weights + i * p.panels.panel_bytes;
-            for_halves<WeightKind::int4>(line, [&](const Vectors& w, int64_t half) __attribute__((always_inline)) {
+      for (int i = 0; i < panels; ++i) {
 #pragma GCC unroll 6
-              for (int row = 0; row < rows; ++row) {
-                const __m256i x = same_quads(activations + row * depth.step_bytes + at + half * 4);
-                add_bytes(left_words[i][row], w.left, x);
-                add_bytes(right_words[i][row], w.right, x);
-              }
-            });
-          }
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < panels; ++i) {
-#pragma GCC unroll 6
-          for (int row = 0; row < rows; ++row) {
-            left[i][row] = words_added(left[i][row], left_words[i][row]);
-            right[i][row] = words_added(right[i][row], right_words[i][row]);
-          }
+        for (int row = 0; row < rows; ++row) {
+          left[i][row] = words_added(left[i][row], left_words[i][row]);
+          right[i][row] = words_added(right[i][row], right_words[i][row]);
         }
       }
     }
-    add_group<rows, panels>(p, place, row_group, group, left, right, sums);
-  }
-  for (int i = 0; i < panels; ++i) finish(p, panel + i, p.first_row(row_group), rows, sums.left[i], sums.right[i]);
+  });
 }
 
 // Four quads of numbers in 6 bits, 0 ... 63, of half a panel: body(quad, index).
@@ -233,40 +234,31 @@ SAGE_INLINE void for_sixes(const unsigned char* at, const Body& body) {
 template <int rows, int panels>
 __attribute__((noinline)) static void rows_int6(const Product& p, int64_t panel, int64_t row_group) {
   const Depth& depth = p.input.depth;
-  const unsigned char* activations = p.rows_at(row_group);
-  Sums<rows, panels> sums;
-  GroupWalk place(p.panels, p.panel(panel));
-  for (int64_t group = 0; group < depth.num_groups; ++group, place.next()) {
-    const unsigned char* weights = place.codes;
-    __m256i left[panels][rows], right[panels][rows];
-    start_group<rows, panels>(p, row_group, group, excess_of(p.weight), left, right);
-    for (int64_t step = 0; step < depth.steps_per_group; ++step, activations += p.input.block_bytes()) {
-      for (int64_t k = 0; k < depth.step_bytes; k += 16, weights += 3 * kLineBytes) {
-        const auto add_half = [&](__m256i (&to)[rows], const unsigned char* at) __attribute__((always_inline)) {
-          __m256i words[rows];
-          for_sixes(at, [&](__m256i quad, int64_t index) __attribute__((always_inline)) {
+  rows_integers<rows, panels>(p, panel, row_group, excess_of(p.weight), [&](const unsigned char*& weights, const unsigned char* activations, auto& left,
+                              auto& right) __attribute__((always_inline)) {
+    for (int64_t k = 0; k < depth.step_bytes; k += 16, weights += 3 * kLineBytes) {
+      const auto add_half = [&](__m256i (&to)[rows], const unsigned char* at) __attribute__((always_inline)) {
+        __m256i words[rows];
+        for_sixes(at, [&](__m256i quad, int64_t index) __attribute__((always_inline)) {
 #pragma GCC unroll 6
-            for (int row = 0; row < rows; ++row) {
-              const __m256i x = same_quads(activations + row * depth.step_bytes + k + index * 4);
-              if (index % 2 == 0) {
-                words[row] = _mm256_maddubs_epi16(quad, x);
-              } else {
-                to[row] = words_added(to[row], _mm256_add_epi16(words[row], _mm256_maddubs_epi16(quad, x)));
-              }
+          for (int row = 0; row < rows; ++row) {
+            const __m256i x = same_quads(activations + row * depth.step_bytes + k + index * 4);
+            if (index % 2 == 0) {
+              words[row] = _mm256_maddubs_epi16(quad, x);
+            } else {
+              to[row] = words_added(to[row], _mm256_add_epi16(words[row], _mm256_maddubs_epi16(quad, x)));
             }
-          });
-        };
+          }
+        });
+      };
 #pragma GCC unroll 4
-        for (int i = 0; i < panels; ++i) {
-          const unsigned char* at = weights + i * p.panels.panel_bytes;
-          add_half(left[i], at);
-          add_half(right[i], at + 3 * kHalfBytes);
-        }
+      for (int i = 0; i < panels; ++i) {
+        const unsigned char* at = weights + i * p.panels.panel_bytes;
+        add_half(left[i], at);
+        add_half(right[i], at + 3 * kHalfBytes);
       }
     }
-    add_group<rows, panels>(p, place, row_group, group, left, right, sums);
-  }
-  for (int i = 0; i < panels; ++i) finish(p, panel + i, p.first_row(row_group), rows, sums.left[i], sums.right[i]);
+  });
 }
 
 using RowsKernel = void (*)(const Product&, int64_t panel, int64_t row_group);
