@@ -1,9 +1,11 @@
-"""How long does native attention over paged KV take, beside torch's SDPA over contiguous KV?
+"""How near to this machine's limits is native attention over paged KV?
 
-`python benchmarks/native_attention.py`: milliseconds of one layer of 16 query and 8 KV heads of 128, blocks
-of 32 tokens in random order, decoding (B sequences, c tokens of context), prefilling (new tokens over cached)
-and decoding with a shared prefix. Each step runs over layers that lie apart in memory, as a model does;
-torch gets its best case: KV gathered beforehand, all sequences of equal length in one call.
+`python benchmarks/native_attention.py`: one layer of 8 KV heads of 128, each shared by `gqa` query heads,
+blocks in random order: decodes (B sequences, c tokens of context), drafts to verify, chunks of prompts over
+what is cached, and decodes that share a prefix. Each step runs over layers that lie apart in memory, as a
+model's do. A cell is the median of ms, then the roofline ratio, least and median: the larger of bytes ÷ read
+bandwidth and operations ÷ peak, ÷ time, both limits measured just before and after. `--torch` adds torch's
+SDPA in its best case: KV gathered beforehand, all sequences of equal length in one call.
 """
 
 from __future__ import annotations
@@ -17,22 +19,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import foreign_cores, output_flags, publish
+from common import foreign_cores, output_flags, publish, spread
 
-from sagellm.accel.native.library import VARIANTS, load
+from sagellm.accel.native.library import VARIANTS, best_or_named
 
 KINDS = {"bf16": (0, 2), "f16": (1, 2), "int8": (2, 1), "f32": (3, 4)}
-HEADS, KV_HEADS, DIM, BLOCK = 16, 8, 128, 32
+KV_HEADS, DIM = 8, 128
+MOST_LAYER_BYTES = 2 << 30
+STEADY = 1.12  # a cell is measured again if bandwidth before and after differ by more
 
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the table: equal sequences of `length` tokens whose last `rows` are computed."""
+    """Equal sequences of `length` tokens whose last `rows` are computed."""
 
     name: str
     num_seqs: int
     rows: int
     length: int
+    gqa: int = 2  # query heads of a KV head
     shared: int = 0  # leading tokens that all have in common
 
     @property
@@ -44,19 +49,26 @@ class Case:
     def flops(self) -> int:
         """Multiplications and additions of one layer, causal."""
         seen = sum(range(self.length - self.rows + 1, self.length + 1))
-        return 4 * HEADS * DIM * self.num_seqs * seen
+        return 4 * self.gqa * KV_HEADS * DIM * self.num_seqs * seen
+
+    def kv_bytes(self, kind: str) -> int:
+        """Bytes of KV of one layer, with scales."""
+        scales = 4 if kind == "int8" else 0
+        return 2 * KV_HEADS * (DIM * KINDS[kind][1] + scales) * self.kv_tokens
 
 
 CASES = [
-    *(Case(f"decode B{b} c{c}", b, 1, c) for b, c in
-      [(1, 256), (1, 4096), (16, 256), (16, 1024), (16, 4096), (32, 256), (32, 1024)]),
-    Case("verify 8 rows c1024", 1, 8, 1024),
+    *(Case(f"decode B{b} c{c}", b, 1, c) for c in (256, 1024, 4096, 16384) for b in (1, 8, 32, 64)),
+    *(Case(f"decode B8 c1024 gqa{gqa}", 8, 1, 1024, gqa) for gqa in (1, 4, 8)),
+    *(Case(f"verify {rows} rows B{b} c1024", b, rows, 1024) for b in (1, 8) for rows in (4, 8)),
+    Case("decode B32 c1152, 1024 shared", 32, 1, 1152, shared=1024),
+    Case("verify 4 rows B8 c1152, 1024 shared", 8, 4, 1152, shared=1024),
     Case("prefill 512", 1, 512, 512),
     Case("prefill 2048", 1, 2048, 2048),
     Case("prefill 512 over 1536", 1, 512, 2048),
-    Case("decode B32 c1152, no prefix shared", 32, 1, 1152),
-    Case("decode B32 c1152, 1024 shared", 32, 1, 1152, 1024),
-]  # fmt: skip
+    Case("prefill 512 gqa1", 1, 512, 512, 1),
+    Case("prefill 512 gqa8", 1, 512, 512, 8),
+]
 
 
 def structure(name: str, fields: str) -> type[ctypes.Structure]:
@@ -73,9 +85,9 @@ Shape = structure("Shape", "num_heads num_kv_heads head_dim f:scale window f:sof
 Rows = structure("Rows", "blocks first_row num_rows length")
 
 
-def functions_of(variant: str) -> ctypes.CDLL:
-    """Load a variant and say what the functions for attention alone return."""
-    functions = load(variant).functions
+def functions_of(variant: str | None) -> ctypes.CDLL:
+    """Load a variant, or the fastest, and say what the functions for attention alone return."""
+    functions = best_or_named(variant).functions
     functions.sage_attention_scratch_bytes.restype = ctypes.c_int64
     return functions
 
@@ -90,42 +102,44 @@ def pages(num_bytes: int) -> torch.Tensor:
 class Native:
     """Blocks of several layers full of random KV, and steps over them."""
 
-    def __init__(self, library: ctypes.CDLL, kind: str, threads: int, budget: int) -> None:
-        self.library, self.kind, self.threads, self.budget = library, kind, threads, budget
-        self.shape = Shape(HEADS, KV_HEADS, DIM, DIM**-0.5, 0, 0.0)
+    def __init__(self, library: ctypes.CDLL, kind: str, options: argparse.Namespace) -> None:
+        self.library, self.kind, self.threads = library, kind, options.threads
+        self.block_size, self.budget = options.block_size, options.budget
 
     def prepare(self, case: Case) -> Callable[[], float]:
         """Return a call that runs all layers and says how many seconds one took."""
         number, item = KINDS[self.kind]
-        blocks = -(-case.shared // BLOCK) + case.num_seqs * -(-(case.length - case.shared) // BLOCK)
-        head, per_head = BLOCK * DIM * item, BLOCK * 4 if self.kind == "int8" else 0
+        size, num_heads = self.block_size, case.gqa * KV_HEADS
+        shape = Shape(num_heads, KV_HEADS, DIM, DIM**-0.5, 0, 0.0)
+        blocks = case.shared // size + case.num_seqs * -(-(case.length - case.shared) // size)
+        head, per_head = size * DIM * item, size * 4 if self.kind == "int8" else 0
         one_layer = 2 * KV_HEADS * (head + per_head) * blocks
         layers = max(2, min(28, self.budget // one_layer))
         values, block = layers * 2 * KV_HEADS * head, layers * 2 * KV_HEADS * (head + per_head)
         memory = pages(block * blocks)
         self.fill(memory)
         kv = KV(
-            number, memory.data_ptr(), BLOCK, block, 2 * KV_HEADS * head, KV_HEADS * head, head, DIM * item,
+            number, memory.data_ptr(), size, block, 2 * KV_HEADS * head, KV_HEADS * head, head, DIM * item,
             values, 2 * KV_HEADS * per_head, KV_HEADS * per_head, per_head,
         )  # fmt: skip
         free = torch.randperm(blocks, dtype=torch.int32)
-        prefix, own = free[: case.shared // BLOCK], free[case.shared // BLOCK :].view(case.num_seqs, -1)
+        prefix, own = free[: case.shared // size], free[case.shared // size :].view(case.num_seqs, -1)
         tables = [torch.cat([prefix, own[i]]) for i in range(case.num_seqs)]
         rows = (Rows * case.num_seqs)(
             *(Rows(t.data_ptr(), i * case.rows, case.rows, case.length) for i, t in enumerate(tables))
         )
-        query = torch.randn(case.num_seqs * case.rows, HEADS, DIM)
+        query = torch.randn(case.num_seqs * case.rows, num_heads, DIM)
         out = torch.empty_like(query)
-        num, refs = ctypes.c_int64(case.num_seqs), (ctypes.byref(self.shape), ctypes.byref(kv))
-        size = self.library.sage_attention_scratch_bytes(*refs, rows, num, ctypes.c_int32(self.threads))
-        scratch = pages(-(-size // 4096) * 4096)
+        num, refs = ctypes.c_int64(case.num_seqs), (ctypes.byref(shape), ctypes.byref(kv))
+        needed = self.library.sage_attention_scratch_bytes(*refs, rows, num, ctypes.c_int32(self.threads))
+        scratch = pages(-(-needed // 4096) * 4096)
         keep = (memory, tables, query, out, scratch)
 
         def run() -> float:
             started = time.perf_counter()
             self.library.sage_attend(
                 *refs, ctypes.c_int64(0), ctypes.c_int64(layers), rows, num,
-                ctypes.c_int64(case.shared // BLOCK), *(ctypes.c_void_p(x.data_ptr()) for x in keep[2:]),
+                ctypes.c_int64(case.shared // size), *(ctypes.c_void_p(x.data_ptr()) for x in keep[2:]),
                 ctypes.c_int32(self.threads),
             )  # fmt: skip
             return (time.perf_counter() - started) / layers
@@ -151,10 +165,9 @@ def prepare_torch(case: Case, budget: int) -> Callable[[], float]:
     layers = max(2, min(28, budget // (4 * KV_HEADS * DIM * tokens)))
     shape = (layers, case.num_seqs, KV_HEADS, case.length, DIM)
     keys, values = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
-    group = HEADS // KV_HEADS
     decodes = case.rows == 1
-    rows = group if decodes else case.rows
-    heads = KV_HEADS if decodes else HEADS
+    rows = case.gqa if decodes else case.rows
+    heads = KV_HEADS if decodes else case.gqa * KV_HEADS
     query = torch.randn(case.num_seqs, heads, rows, DIM, dtype=torch.bfloat16)
     options: dict[str, Any] = {} if decodes else {"enable_gqa": True}
     if case.rows == case.length:
@@ -173,67 +186,86 @@ def prepare_torch(case: Case, budget: int) -> Callable[[], float]:
     return run
 
 
-def best(run: Callable[[], float], seconds: float) -> float:
-    """Return the least milliseconds of runs that take `seconds` together, the first left out."""
+def repeated(run: Callable[[], float], seconds: float) -> list[float]:
+    """Return the seconds of runs that take `seconds` together, at least five, the first left out."""
     run()
     times: list[float] = []
     started = time.perf_counter()
-    while len(times) < 3 or time.perf_counter() - started < seconds:
+    while len(times) < 5 or time.perf_counter() - started < seconds:
         times.append(run())
-    return min(times) * 1e3
+    return times
 
 
-def read_bandwidth(seconds: float) -> float:
-    """Return the best GB/s at which torch adds up 1 GiB in huge pages."""
-    memory = pages(1 << 30).view(torch.int64)
-    memory.fill_(1)
+@dataclass(frozen=True)
+class Limits:
+    """What this machine does at most at the moment, by the loops of the library."""
 
-    def run() -> float:
-        started = time.perf_counter()
-        memory.sum()
-        return time.perf_counter() - started
+    library: ctypes.CDLL
+    threads: int
+    flop_per_s: float
 
-    return memory.nbytes / best(run, seconds) / 1e6
+    def read_bandwidth(self) -> float:
+        """Return bytes a second, the best of five rounds over 1 GiB."""
+        return float(self.library.sage_read_bandwidth(1 << 30, self.threads, 0.0))
+
+
+def cell(run: Callable[[], float], case: Case, kind: str, limits: Limits, seconds: float) -> dict[str, Any]:
+    """Measure one case between two measurements of the bandwidth, up to three times until these agree."""
+    for _ in range(3):
+        before, times, after = limits.read_bandwidth(), repeated(run, seconds), limits.read_bandwidth()
+        if max(before, after) < STEADY * min(before, after):
+            break
+    bandwidth = (before + after) / 2
+    by_bytes, by_operations = case.kv_bytes(kind) / bandwidth, case.flops / limits.flop_per_s
+    limit, ms = max(by_bytes, by_operations), spread([1e3 * s for s in times], digits=4)
+    return {
+        "ms": ms,
+        "bound": "bytes" if by_bytes > by_operations else "operations",
+        "read_gb_s": round(bandwidth / 1e9, 1),
+        "ratio": {"min": round(limit / max(times), 3), "median": round(1e3 * limit / ms["median"], 3)},
+    }
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", nargs="+", default=["amx"], choices=VARIANTS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", choices=VARIANTS, help="default: the fastest")
     parser.add_argument("--kinds", nargs="+", default=["bf16", "int8"], choices=KINDS)
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=0.3, help="a cell")
+    parser.add_argument("--seconds", type=float, default=0.5, help="a cell")
     parser.add_argument("--budget", type=int, default=1 << 30, help="bytes of KV to run over")
-    parser.add_argument("--skip-torch", action="store_true")
+    parser.add_argument("--torch", action="store_true", help="measure torch's SDPA too")
     output_flags(parser, "native_attention")
     options = parser.parse_args()
-    others, bandwidth = foreign_cores(), read_bandwidth(options.seconds)
-    columns = [f"{v} {k}" for v in options.variants for k in options.kinds]
-    names = [*columns, *([] if options.skip_torch else ["torch SDPA"])]
-    lines = [f"read bandwidth {bandwidth:.1f} GB/s; busy cores of others {others}", ""]
-    lines.append(f"{'ms a layer (GB/s, or TF)':36}" + "".join(f"{name:>20}" for name in names))
-    cells: dict[str, dict[str, float]] = {}
-    libraries = {v: functions_of(v) for v in options.variants}
+    others, library = foreign_cores(), functions_of(options.variant)
+    library.sage_read_bandwidth.restype = library.sage_matrix_rate.restype = ctypes.c_double
+    limits = Limits(library, options.threads, library.sage_matrix_rate(0, options.threads, ctypes.c_double(0.5)))
+    names = [*options.kinds, *(["torch SDPA"] if options.torch else [])]
+    lines = [f"bf16 peak {limits.flop_per_s / 1e12:.3f} TFLOP/s; busy cores of others {others}", ""]
+    lines.append(f"{'ms a layer (ratio: least, median)':36}" + "".join(f"{name:>26}" for name in names))
+    cells: dict[str, dict[str, Any]] = {}
     for case in CASES:
-        if options.only not in case.name:
+        if options.only not in case.name or case.kv_bytes("bf16") > MOST_LAYER_BYTES:
             continue
         row = cells[case.name] = {}
         line = f"{case.name:36}"
         for name in names:
             if name == "torch SDPA":
-                ms, item = best(prepare_torch(case, options.budget), options.seconds), 2
+                run, kind = prepare_torch(case, options.budget), "bf16"
             else:
-                variant, kind = name.split()
-                native = Native(libraries[variant], kind, options.threads, options.budget)
-                ms, item = best(native.prepare(case), options.seconds), KINDS[kind][1]
-            row[name] = round(ms, 4)
-            rate = case.kv_tokens * 2 * KV_HEADS * DIM * item / ms / 1e6
-            text = f"{rate:.1f}" if case.rows == 1 else f"{case.flops / ms / 1e9:.2f} TF"
-            line += f"{f'{ms:.3f} ({text})':>20}"
-        lines.append(line)
-    figures = {"read_gb_s": round(bandwidth, 1), "foreign_cores": others, "ms": cells}
-    publish("native_attention", "\n".join(lines), options, **figures)
+                run, kind = Native(library, name, options).prepare(case), name
+            row[name] = figures = cell(run, case, kind, limits, options.seconds)
+            del run
+            ratio = figures["ratio"]
+            line += f"{figures['ms']['median']:>11.3f} ({ratio['min']:.2f}, {ratio['median']:.2f})"
+        lines.append(line + f"  {figures['read_gb_s']:.0f} GB/s")
+        print(lines[-1], flush=True)
+    publish(
+        "native_attention", "\n".join(lines), options,
+        foreign_cores=others, bf16_tflop_s=round(limits.flop_per_s / 1e12, 3), cells=cells,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

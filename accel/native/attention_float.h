@@ -8,12 +8,13 @@ template <KVKind kind>
 class FloatKernel {
  public:
   static int64_t scratch_bytes(int64_t head_dim) {
-    return (kMaxQueries * kTileTokens + kTileTokens * head_dim) * static_cast<int64_t>(sizeof(float));
+    return (kMaxQueries * kTileTokens + 2 * kTileTokens * head_dim) * static_cast<int64_t>(sizeof(float));
   }
 
   FloatKernel(const KV& kv, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
       : kv_(kv), scoring_(scoring), head_dim_(head_dim), scores_(reinterpret_cast<float*>(scratch)) {
     wide_ = scores_ + kMaxQueries * kTileTokens;
+    copies_ = reinterpret_cast<unsigned char*>(wide_ + kTileTokens * head_dim);
   }
 
   void set_queries(const Queries&) {}
@@ -23,20 +24,19 @@ class FloatKernel {
   // Brings a tile into the softmax of all heads' queries.
   void add_tile(const Queries& queries, KVTile& tile, const KVTile* following) {
     const bool widens = kind != KVKind::f32 && queries.count >= kWorthWidening;
-    const unsigned char* wide[kTileTokens];
-    Pieces pieces(kv_, queries, tile, following);
-    pieces.for_keys([&](int64_t head, int64_t begin, int64_t end, const unsigned char* ahead) {
-      if (kind == KVKind::int8) tile.ask_scales(kv_, queries.first_head + head, begin, end);
-      if (widens) widen(tile, tile.key, begin, end, ahead, wide);
+    Pieces pieces(kv_, row_bytes(), queries, tile, following, copies_);
+    pieces.for_keys([&](int64_t head, const Piece& piece) {
+      if (kind == KVKind::int8) tile.ask_scales(kv_, queries.first_head + head, piece.begin, piece.end);
+      if (widens) widen(piece);
       for_few<kRows>(queries.count, [&](auto rows, int64_t i) {
-        const Seen<rows> seen(queries, i, tile, begin, end);
+        const Seen<rows> seen(queries, i, tile, piece.begin, piece.end);
         const int64_t q = head * queries.stride + i;
         if (widens) {
-          score<KVKind::f32, rows, false>(queries, q, wide, seen.from, seen.to, nullptr);
+          score<KVKind::f32, rows, false>(queries, q, piece, seen.from, seen.to);
         } else if (i == 0) {
-          score<kind, rows, true>(queries, q, tile.key, seen.from, seen.to, ahead + (seen.from - begin) * row_bytes());
+          score<kind, rows, true>(queries, q, piece, seen.from, seen.to);
         } else {
-          score<kind, rows, false>(queries, q, tile.key, seen.from, seen.to, nullptr);
+          score<kind, rows, false>(queries, q, piece, seen.from, seen.to);
         }
       });
     });
@@ -44,18 +44,18 @@ class FloatKernel {
       if (kind == KVKind::int8) tile.select_scales(kv_, queries.first_head + head);
       for_few<kRows>(queries.count, [&](auto rows, int64_t i) { weigh<rows>(queries, head, i, tile); });
     }
-    pieces.for_values([&](int64_t head, int64_t begin, int64_t end, const unsigned char* ahead) {
-      if (widens) widen(tile, tile.value, begin, end, ahead, wide);
+    pieces.for_values([&](int64_t head, const Piece& piece) {
+      if (widens) widen(piece);
       for_few<kRows>(queries.count, [&](auto rows, int64_t i) {
-        const Seen<rows> seen(queries, i, tile, begin, end);
+        const Seen<rows> seen(queries, i, tile, piece.begin, piece.end);
         if (!seen.any()) return;
         const int64_t q = head * queries.stride + i;
         if (widens) {
-          accumulate<KVKind::f32, rows, false>(queries, q, wide, seen.from, seen.to, nullptr);
+          accumulate<KVKind::f32, rows, false>(queries, q, piece, seen.from, seen.to);
         } else if (i == 0) {
-          accumulate<kind, rows, true>(queries, q, tile.value, seen.from, seen.to, ahead + (seen.from - begin) * row_bytes());
+          accumulate<kind, rows, true>(queries, q, piece, seen.from, seen.to);
         } else {
-          accumulate<kind, rows, false>(queries, q, tile.value, seen.from, seen.to, nullptr);
+          accumulate<kind, rows, false>(queries, q, piece, seen.from, seen.to);
         }
       });
     });
@@ -69,17 +69,21 @@ class FloatKernel {
 
   int64_t row_bytes() const { return head_dim_ * kElementBytes; }
 
-  // The rows of tokens [begin, end) as floats, and where each of them lies then.
-  void widen(const KVTile& tile, const unsigned char* const* rows, int64_t begin, int64_t end, const unsigned char* ahead,
-             const unsigned char** wide) const {
-    for (int64_t t = begin; t < end; ++t, ahead += row_bytes()) {
-      wide[t] = kZeros;
-      if (t < tile.begin || t >= tile.end) continue;
-      for (int64_t at = 0; at < row_bytes(); at += 64) prefetch_far(ahead + at);
-      float* to = wide_ + t * head_dim_;
-      for (int64_t d = 0; d < head_dim_; d += kLanes) store(to + d, load_as_float<kind>(rows[t], d));
-      wide[t] = reinterpret_cast<const unsigned char*>(to);
+  // A piece's rows as floats.
+  void widen(const Piece& piece) const {
+    for (int64_t t = piece.begin; t < piece.end; ++t) {
+      const int64_t at = (t - piece.begin) * row_bytes();
+      for (int64_t i = 0; i < row_bytes(); i += 64) prefetch_far(piece.ahead + at + i);
+      float* to = wide_ + (t - piece.begin) * head_dim_;
+      for (int64_t d = 0; d < head_dim_; d += kLanes) store(to + d, load_as_float<kind>(piece.rows + at, d));
     }
+  }
+
+  // A token's row of a piece, widened or as it is.
+  template <KVKind as>
+  const unsigned char* row(const Piece& piece, int64_t t) const {
+    if constexpr (as != kind) return reinterpret_cast<const unsigned char*>(wide_ + (t - piece.begin) * head_dim_);
+    return piece.rows + (t - piece.begin) * row_bytes();
   }
 
   // Of queries that `accumulate` takes together some may see nothing: they get weights of 0.
@@ -97,8 +101,8 @@ class FloatKernel {
 
   // scores[row][token] = query . key, each in the same order of additions whatever `rows` is.
   template <KVKind as, int64_t rows, bool asks>
-  void score(const Queries& queries, int64_t q, const unsigned char* const* keys, int64_t from, int64_t to,
-             const unsigned char* ahead) const {
+  void score(const Queries& queries, int64_t q, const Piece& piece, int64_t from, int64_t to) const {
+    const unsigned char* ahead = piece.ahead + (from - piece.begin) * row_bytes();
     const float* const* query = queries.query + q;
     float* scores = scores_ + q * kTileTokens;
     for (int64_t t = from; t < to; t += kTokens) {
@@ -113,7 +117,7 @@ class FloatKernel {
         Vec x[rows];
         for (int64_t r = 0; r < rows; ++r) x[r] = load(query[r] + d);
         for (int64_t k = 0; k < kTokens; ++k) {
-          const Vec key = load_as_float<as>(keys[t + k], d);
+          const Vec key = load_as_float<as>(row<as>(piece, t + k), d);
           for (int64_t r = 0; r < rows; ++r) total[r][k] = fma(x[r], key, total[r][k]);
         }
       }
@@ -125,31 +129,30 @@ class FloatKernel {
 
   // acc[row] += sum over tokens of weight[row][token] * value, token after token, a line of sums in registers at a time.
   template <KVKind as, int64_t rows, bool asks>
-  void accumulate(const Queries& queries, int64_t q, const unsigned char* const* values, int64_t from, int64_t to,
-                  const unsigned char* ahead) const {
+  void accumulate(const Queries& queries, int64_t q, const Piece& piece, int64_t from, int64_t to) const {
     constexpr int64_t columns = 32 / kLanes;
     float* acc = queries.softmax.acc + q * head_dim_;
     const float* weights = scores_ + q * kTileTokens;
     int64_t d = 0;
     for (; d + columns * kLanes <= head_dim_; d += columns * kLanes) {
-      accumulate_at<as, rows, columns, asks>(weights, values, from, to, ahead, acc, d);
+      accumulate_at<as, rows, columns, asks>(weights, piece, from, to, acc, d);
     }
-    for (; d < head_dim_; d += kLanes) accumulate_at<as, rows, 1, false>(weights, values, from, to, ahead, acc, d);
+    for (; d < head_dim_; d += kLanes) accumulate_at<as, rows, 1, false>(weights, piece, from, to, acc, d);
   }
 
   template <KVKind as, int64_t rows, int64_t columns, bool asks>
-  void accumulate_at(const float* weights, const unsigned char* const* values, int64_t from, int64_t to,
-                     const unsigned char* ahead, float* acc, int64_t d) const {
+  void accumulate_at(const float* weights, const Piece& piece, int64_t from, int64_t to, float* acc, int64_t d) const {
     Vec sum[rows][columns];
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t c = 0; c < columns; ++c) sum[r][c] = load(acc + r * head_dim_ + d + c * kLanes);
     }
     for (int64_t t = from; t < to; ++t) {
       if constexpr (asks) {
-        for (int64_t at = 0; at < 32 * kElementBytes; at += 64) prefetch_far(ahead + (t - from) * row_bytes() + d * kElementBytes + at);
+        const unsigned char* ahead = piece.ahead + (t - piece.begin) * row_bytes() + d * kElementBytes;
+        for (int64_t at = 0; at < 32 * kElementBytes; at += 64) prefetch_far(ahead + at);
       }
       Vec value[columns];
-      for (int64_t c = 0; c < columns; ++c) value[c] = load_as_float<as>(values[t], d + c * kLanes);
+      for (int64_t c = 0; c < columns; ++c) value[c] = load_as_float<as>(row<as>(piece, t), d + c * kLanes);
       for (int64_t r = 0; r < rows; ++r) {
         const Vec weight = all(weights[r * kTileTokens + t]);
         for (int64_t c = 0; c < columns; ++c) sum[r][c] = fma(weight, value[c], sum[r][c]);
@@ -164,6 +167,7 @@ class FloatKernel {
   Scoring scoring_;
   int64_t head_dim_;
   float *scores_, *wide_;
+  unsigned char* copies_;
 };
 
 }  // namespace sage::attention_detail

@@ -9,24 +9,29 @@
 
 namespace sage::attention_detail {
 
+// Tokens [begin, end) of a tile, of one head: their rows lie one behind the other.
+struct Piece {
+  int64_t begin, end;
+  const unsigned char* rows;
+  const unsigned char* ahead;  // what is to be asked for meanwhile, as many rows
+};
+
 // The order in which a tile is read: its keys, its values, then the next tile's. Both come in pieces, the tokens of a block
-// head after head, then those of the next block. For many queries of one head a piece is the whole tile.
+// head after head, then those of the next block.
 class Pieces {
  public:
-  Pieces(const KV& kv, const Queries& queries, KVTile& tile, const KVTile* following)
-      : kv_(kv), queries_(queries), tile_(tile), following_(following) {
+  // `copies`: kTileTokens rows, for pieces that cannot be used where they lie.
+  Pieces(const KV& kv, int64_t row_bytes, const Queries& queries, const KVTile& tile, const KVTile* following, unsigned char* copies)
+      : kv_(kv), queries_(queries), tile_(tile), following_(following), row_bytes_(row_bytes), copies_(copies) {
     const bool is_in_block = kv.block_size % 16 == 0 && (kTileTokens % kv.block_size == 0 || kv.block_size % kTileTokens == 0);
-    const bool is_whole = kv.block_size >= kTileTokens || (queries.num_heads == 1 && queries.count > kFewQueries);
-    size_ = is_whole ? kTileTokens : is_in_block ? kv.block_size : 16;
-    is_contiguous_ = size_ <= kv.block_size && is_in_block;
-    lead_ = std::max<int64_t>(1, kLeadBytes / (size_ * kv.token));
-    first_ = tile.begin / size_;
-    count_ = ((tile.end + size_ - 1) / size_ - first_) * queries.num_heads;
-    num_following_ = following == nullptr ? 0 : (following->end + size_ - 1) / size_ * queries.num_heads;
+    size_ = is_in_block ? std::min(kv.block_size, kTileTokens) : 16;
+    is_in_place_ = is_in_block && kv.token == row_bytes;
+    first_ = tile.begin / size_ * size_;
+    num_keys_ = (tile.end - first_ + size_ - 1) / size_ * queries.num_heads;
+    lead_ = std::max<int64_t>(1, kLeadBytes / (size_ * row_bytes));
   }
 
-  // body(head, begin, end, ahead) for tokens [begin, end) of each head, which the tile then points to. `ahead` is what is to
-  // be asked for meanwhile, row after row.
+  // body(head, piece) for each head's keys
   template <class Body>
   void for_keys(const Body& body) {
     for_all(0, body);
@@ -34,42 +39,110 @@ class Pieces {
 
   template <class Body>
   void for_values(const Body& body) {
-    for_all(count_, body);
+    for_all(num_keys_, body);
+  }
+
+  // body(piece) for those of one head.
+  template <class Body>
+  void for_keys_of(int64_t head, const Body& body) {
+    for_head(head, 0, body);
+  }
+
+  template <class Body>
+  void for_values_of(int64_t head, const Body& body) {
+    for_head(head, num_keys_, body);
   }
 
  private:
   template <class Body>
   void for_all(int64_t number, const Body& body) {
-    for (int64_t t = first_ * size_; t < tile_.end; t += size_) {
+    Place ahead = place(number + lead_);
+    for (int64_t t = first_; t < tile_.end; t += size_) {
       for (int64_t head = 0; head < queries_.num_heads; ++head) {
-        tile_.select_tokens(kv_, queries_.first_head + head, t, t + size_);
-        body(head, t, t + size_, address(number++ + lead_));
+        body(head, Piece{t, t + size_, rows(t, head, number >= num_keys_), address(ahead)});
+        advance(ahead);
       }
     }
   }
 
-  // Where a piece is; elsewhere if it is in several blocks.
-  const unsigned char* address(int64_t number) const {
-    const bool is_next = number >= 2 * count_;
-    if (!is_contiguous_ || (is_next && number - 2 * count_ >= num_following_)) return kZeros;
-    const KVTile& tile = is_next ? *following_ : tile_;
-    const bool is_value = !is_next && number >= count_;
-    number -= is_next ? 2 * count_ : is_value ? count_ : 0;
-    const int64_t begin = ((is_next ? 0 : first_) + number / queries_.num_heads) * size_, token = std::max(begin, tile.begin);
-    const int64_t head = queries_.first_head + number % queries_.num_heads;
-    return tile.key_of_head_0[token] - (token - begin) * kv_.token + head * kv_.head + (is_value ? kv_.kv : 0);
+  // Its own pieces alone are asked for: the values after the keys, then the next tile's keys.
+  template <class Body>
+  void for_head(int64_t head, int64_t number, const Body& body) {
+    const bool are_values = number >= num_keys_;
+    for (int64_t t = first_; t < tile_.end; t += size_) {
+      const Place ahead = are_values ? Place{following_, t - first_, head, false} : Place{&tile_, t, head, true};
+      body(Piece{t, t + size_, rows(t, head, are_values), address(ahead)});
+    }
   }
 
-  static constexpr int64_t kFewQueries = 8;
-  // 4 KiB: 5 % slower. 16 KiB: no faster.
+  struct Place {
+    const KVTile* tile;  // null: behind the last
+    int64_t token, head;
+    bool is_value;
+  };
+
+  // A piece by its number, counted from the tile's first.
+  Place place(int64_t number) const {
+    Place at{&tile_, first_, 0, false};
+    if (number >= num_keys_) {
+      at.is_value = number < 2 * num_keys_;
+      number -= at.is_value ? num_keys_ : 2 * num_keys_;
+      if (!at.is_value) at = {following_, 0, 0, false};
+    }
+    at.token += number / queries_.num_heads * size_;
+    at.head = number % queries_.num_heads;
+    return at;
+  }
+
+  void advance(Place& at) const {
+    if (at.tile == nullptr || ++at.head < queries_.num_heads) return;
+    at.head = 0;
+    at.token += size_;
+    if (at.token < at.tile->end) return;
+    if (at.tile == following_) {
+      at.tile = nullptr;
+    } else if (at.is_value) {
+      at = {following_, 0, 0, false};
+    } else {
+      at = {&tile_, first_, 0, true};
+    }
+  }
+
+  const unsigned char* address(const Place& at) const {
+    if (!is_in_place_ || at.tile == nullptr || at.token >= at.tile->end) return kZeros;
+    return address(*at.tile, at.token, at.head, at.is_value);
+  }
+
+  // Of tokens that lie in one block, some of which are in the tile.
+  const unsigned char* address(const KVTile& tile, int64_t t, int64_t head, bool is_value) const {
+    const int64_t known = std::max(t, tile.begin);
+    return tile.key_of_head_0[known] - (known - t) * kv_.token + (queries_.first_head + head) * kv_.head + (is_value ? kv_.kv : 0);
+  }
+
+  const unsigned char* rows(int64_t t, int64_t head, bool is_value) const {
+    if (is_in_place_ && t >= tile_.begin && t + size_ <= tile_.end) return address(tile_, t, head, is_value);
+    for (int64_t i = 0; i < size_; ++i) {
+      unsigned char* to = copies_ + i * row_bytes_;
+      if (t + i < tile_.begin || t + i >= tile_.end) {
+        std::memset(to, 0, static_cast<size_t>(row_bytes_));
+      } else {
+        const int64_t offset = (queries_.first_head + head) * kv_.head + (is_value ? kv_.kv : 0);
+        std::memcpy(to, tile_.key_of_head_0[t + i] + offset, static_cast<size_t>(row_bytes_));
+      }
+    }
+    return copies_;
+  }
+
   static constexpr int64_t kLeadBytes = 8192;
 
   const KV& kv_;
   const Queries& queries_;
-  KVTile& tile_;
+  const KVTile& tile_;
   const KVTile* following_;
-  int64_t size_, lead_, first_, count_, num_following_;
-  bool is_contiguous_;
+  int64_t row_bytes_;
+  unsigned char* copies_;
+  int64_t size_, lead_, first_, num_keys_;
+  bool is_in_place_;
 };
 
 // body(rows, first) for at most so many queries at a time; `rows` is a constant.

@@ -8,9 +8,9 @@
 
 namespace sage::attention_detail {
 
-class Int8Softmax {
+class Int8Softmax : protected TileSoftmax {
  protected:
-  Int8Softmax(const Scoring& scoring, int64_t head_dim) : scoring_(scoring), head_dim_(head_dim) {}
+  using TileSoftmax::TileSoftmax;
 
   // Where the weights of some queries go: bytes of (query, token), and what 1 stands for in each query's.
   struct Weights {
@@ -75,39 +75,16 @@ class Int8Softmax {
     for (int64_t k = 0; k < count; ++k) store_weights(scores + k * kTileTokens, all(per_unit[k]), to.upper + k * kTileTokens, to.lower + k * kTileTokens);
   }
 
-  Scoring scoring_;
-  int64_t head_dim_;
   float* query_units_ = nullptr;  // of kMaxQueries
 
  private:
   static constexpr float kLargestQuery = 127 * 256 + 127;  // both parts have a sign
   static constexpr float kLargestWeight = 255 * 256 + 255;
   static constexpr float kSmallest = 1e-33f;  // what has a smaller maximum counts as 0: its inverse could be infinite
-  // A maximum that grows by less than this is left as it is: weights are then at most 2^8, and the accumulator need not
-  // be brought to the new one.
-  static constexpr float kSlack = 8.0f;
-
-  // Positive floats sort as integers do, and NaN, which must not get lost, comes last.
-  template <bool is_positive>
-  static Vec larger(Vec a, Vec b) {
-    if constexpr (!is_positive) return max(a, b);
-    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
-  }
-
   float largest_magnitude(const float* x) const {
     Vec most[4] = {zero(), zero(), zero(), zero()};
     for (int64_t d = 0; d < head_dim_; d += 16) most[0] = larger<true>(most[0], magnitude(load(x + d)));
     return _mm_cvtss_f32(maxima<true>(most));
-  }
-
-  // Which of a tile's tokens [low, high) in the sequence are.
-  static void set_seen(int64_t low, int64_t high, const KVTile& tile, __mmask16 (&seen)[4]) {
-    const auto below = [&tile](int64_t position) {
-      const int64_t token = std::clamp(position - tile.first, tile.begin, tile.end);
-      return token >= 64 ? ~uint64_t{0} : (uint64_t{1} << token) - 1;
-    };
-    const uint64_t bits = below(high) & ~below(low);
-    for (int64_t u = 0; u < 4; ++u) seen[u] = static_cast<__mmask16>(bits >> (u * 16));
   }
 
   // Products become scores; returns the largest of each 16th token.
@@ -120,31 +97,6 @@ class Int8Softmax {
       store(scores + u * 16, x);
     }
     return top;
-  }
-
-  void raise_maxima(const Softmax& softmax, int64_t q, int64_t count, __m128 highest) const {
-    const __m128 m = _mm_loadu_ps(softmax.m + q);
-    const __mmask8 grown = _mm_cmp_ps_mask(highest, _mm_add_ps(m, _mm_set1_ps(kSlack)), _CMP_GT_OQ);
-    for (unsigned rest = grown & ((1u << count) - 1); rest != 0; rest &= rest - 1) {
-      const int64_t k = __builtin_ctz(rest);
-      alignas(16) float top[4];
-      _mm_store_ps(top, highest);
-      const float decay = exp2(softmax.m[q + k] - top[k]);
-      float* acc = softmax.acc + (q + k) * head_dim_;
-      softmax.l[q + k] *= decay;
-      softmax.m[q + k] = top[k];
-      for (int64_t d = 0; d < head_dim_; d += 16) store(acc + d, mul(load(acc + d), all(decay)));
-    }
-  }
-
-  // The largest of each of four vectors
-  template <bool is_positive>
-  static __m128 maxima(const Vec (&x)[4]) {
-    const auto halves = [](Vec a, Vec b) { return larger<is_positive>(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); };
-    const __m512d ab = _mm512_castps_pd(halves(x[0], x[1])), cd = _mm512_castps_pd(halves(x[2], x[3]));
-    Vec most = larger<is_positive>(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
-    most = larger<is_positive>(most, _mm512_shuffle_f32x4(most, most, 0x4e));
-    return _mm512_castps512_ps128(larger<is_positive>(most, _mm512_shuffle_f32x4(most, most, 0xb1)));
   }
 
   // Cuts weights into bytes. Fours of tokens come out transposed: token 16 u + 4 k + i at 16 k + 4 u + i.

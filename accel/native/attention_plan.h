@@ -96,7 +96,7 @@ class Plan {
     partials_[num_seqs_] = partials;
   }
 
-  // Whole drafts of a batch are at least so many items, and as many as items per member as its heads allow.
+  // Drafts of a batch are read whole if they are so many: else their splits are items, which is fairer.
   static constexpr int64_t kItemsPerMember = 16;
 
   // Whole splits of the prefix are read once for all drafts.
@@ -109,12 +109,11 @@ class Plan {
     num_shared_items_ = shared_splits_ == 0 ? 0 : shared_splits_ * pieces(rows, shared_rows_) * head_groups(shared_heads_);
   }
 
-  // Drafts are cut along their KV only where whole ones would leave members waiting. The heads of a block lie side by
-  // side, so that an item takes as many of them as leave work for all members.
+  // The heads of a block lie side by side, so that an item takes all of them unless members would wait.
   void plan_items(int team_size) {
     int64_t chunk_items = 0, units = 0, num_drafts = 0, most_rows = 1;
     for (int64_t s = 0; s < num_seqs_; ++s) num_drafts += is_draft(seqs_[s]) && seqs_[s].num_rows > 0;
-    reads_whole_ = shared_splits_ == 0 && num_drafts * shape_.num_kv_heads >= 2 * kItemsPerMember * team_size;
+    reads_whole_ = shared_splits_ == 0 && num_drafts >= kItemsPerMember * team_size;
     for (int64_t s = 0; s < num_seqs_; ++s) {
       chunk_items_[s] = chunk_items;
       draft_items_[s] = units;
@@ -127,7 +126,7 @@ class Plan {
     }
     chunk_items_[num_seqs_] = chunk_items;
     draft_items_[num_seqs_] = units;
-    const int64_t groups = pieces((reads_whole_ ? kItemsPerMember : 2) * team_size, std::max<int64_t>(1, units));
+    const int64_t groups = pieces(2 * team_size, std::max<int64_t>(1, units));
     draft_heads_ = heads_per_item(std::min(most_rows, rows_per_tile_), pieces(shape_.num_kv_heads, groups));
     for (int64_t s = 0; s <= num_seqs_; ++s) draft_items_[s] *= head_groups(draft_heads_);
   }

@@ -14,7 +14,7 @@ class VnniInt8Kernel : Int8Softmax {
  public:
   static int64_t scratch_bytes(int64_t head_dim) {
     const int64_t padded = round_up(head_dim, 64);
-    return kMaxQueries * (padded * 2 + 12 + kTileTokens * 4 + kTileTokens * 2 + padded * 4) + 2 * kTileTokens * padded;
+    return kMaxQueries * (padded * 2 + 12 + kTileTokens * 4 + kTileTokens * 2 + padded * 4) + 3 * kTileTokens * padded;
   }
 
   VnniInt8Kernel(const KV& kv, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
@@ -29,6 +29,7 @@ class VnniInt8Kernel : Int8Softmax {
     sums_ = reinterpret_cast<int32_t*>(take(kMaxQueries * padded_ * 4));
     keys_ = take(kTileTokens * padded_);
     values_ = take(kTileTokens * padded_);
+    copies_ = take(kTileTokens * padded_);
   }
 
   // Cuts the queries into bytes: (query, part, dimension).
@@ -51,46 +52,59 @@ class VnniInt8Kernel : Int8Softmax {
 
   // Brings a tile into the softmax of all heads' queries.
   void add_tile(const Queries& queries, KVTile& tile, const KVTile* following) {
-    const bool is_wide = queries.count > kWorthTransposing;
-    Pieces pieces(kv_, queries, tile, following);
-    pieces.for_keys([&](int64_t head, int64_t begin, int64_t end, const unsigned char* ahead) {
-      tile.ask_scales(kv_, queries.first_head + head, begin, end);
-      if (is_wide) transpose_keys(tile, begin, end, ahead);
+    Pieces pieces(kv_, head_dim_, queries, tile, following, copies_);
+    if (queries.count <= kFewQueries) return add_to_few(queries, tile, pieces);
+    const Piece whole{tile.begin / 16 * 16, tile.end, nullptr, nullptr};
+    for (int64_t head = 0; head < queries.num_heads; ++head) {
+      pieces.for_keys_of(head, [&](const Piece& piece) {
+        tile.ask_scales(kv_, queries.first_head + head, piece.begin, piece.end);
+        transpose_keys(piece);
+      });
+      for_seen(queries, head, tile, [&](auto rows, int64_t q, int64_t to) { score_transposed<rows>(q, whole.begin, to); });
+      weigh_head(queries, head, tile);
+      pieces.for_values_of(head, [&](const Piece& piece) { pack_values(piece); });
+      for_seen(queries, head, tile, [&](auto rows, int64_t q, int64_t to) { accumulate<rows, true>(queries, q, tile, whole, to); });
+    }
+  }
+
+ private:
+  static constexpr int64_t kFewQueries = 8;  // for which keys are not transposed: the lanes of their sums are added up
+
+  void add_to_few(const Queries& queries, KVTile& tile, Pieces& pieces) {
+    pieces.for_keys([&](int64_t head, const Piece& piece) {
+      tile.ask_scales(kv_, queries.first_head + head, piece.begin, piece.end);
       for_few<2>(queries.count, [&](auto rows, int64_t i) {
-        const Seen<rows> seen(queries, i, tile, begin, end);
-        if (!seen.any()) return;
-        if (is_wide) {
-          score_transposed<rows>(head * queries.stride + i, begin, seen.to);
-        } else {
-          score<rows>(head * queries.stride + i, tile, begin, end, i == 0 ? ahead : tile.key[tile.begin]);
-        }
+        if (!Seen<rows>(queries, i, tile, piece.begin, piece.end).any()) return;
+        score<rows>(head * queries.stride + i, piece, i == 0 ? piece.ahead : piece.rows);
       });
     });
-    for (int64_t h = 0; h < queries.num_heads; ++h) {
-      tile.select_scales(kv_, queries.first_head + h);
-      for (int64_t i = 0; i < queries.count; i += 4) {
-        const int64_t q = h * queries.stride + i;
-        const Weights to = {weights_ + q * kTileTokens, weights_ + (kMaxQueries + q) * kTileTokens, weight_units_ + q};
-        weigh(queries, i, q, std::min<int64_t>(4, queries.count - i), tile, dots_ + q * kTileTokens, to);
-      }
-    }
+    for (int64_t head = 0; head < queries.num_heads; ++head) weigh_head(queries, head, tile);
     const bool is_packed = queries.count > 2;
-    pieces.for_values([&](int64_t head, int64_t begin, int64_t end, const unsigned char* ahead) {
-      if (is_packed) pack_values(tile, begin, end, ahead);
-      for_few<2>(queries.count, [&](auto rows, int64_t i) {
-        const Seen<rows> seen(queries, i, tile, 0, kTileTokens);
-        if (!seen.any()) return;
-        if (is_packed) {
-          accumulate<rows, true>(queries, head * queries.stride + i, tile, begin, end, seen.to, ahead);
-        } else {
-          accumulate<rows, false>(queries, head * queries.stride + i, tile, begin, end, seen.to, ahead);
-        }
+    pieces.for_values([&](int64_t head, const Piece& piece) {
+      if (is_packed) pack_values(piece);
+      for_seen(queries, head, tile, [&](auto rows, int64_t q, int64_t to) {
+        is_packed ? accumulate<rows, true>(queries, q, tile, piece, to) : accumulate<rows, false>(queries, q, tile, piece, to);
       });
     });
   }
 
- private:
-  static constexpr int64_t kWorthTransposing = 8;  // queries; for fewer, the lanes of their sums are added up
+  // body(rows, first of them, last token that one of them sees) for a head's queries that see some of a tile.
+  template <class Body>
+  static void for_seen(const Queries& queries, int64_t head, const KVTile& tile, const Body& body) {
+    for_few<2>(queries.count, [&](auto rows, int64_t i) {
+      const Seen<rows> seen(queries, i, tile, 0, kTileTokens);
+      if (seen.any()) body(rows, head * queries.stride + i, seen.to);
+    });
+  }
+
+  void weigh_head(const Queries& queries, int64_t head, KVTile& tile) const {
+    tile.select_scales(kv_, queries.first_head + head);
+    for (int64_t i = 0; i < queries.count; i += 4) {
+      const int64_t q = head * queries.stride + i;
+      const Weights to = {weights_ + q * kTileTokens, weights_ + (kMaxQueries + q) * kTileTokens, weight_units_ + q};
+      weigh(queries, i, q, std::min<int64_t>(4, queries.count - i), tile, dots_ + q * kTileTokens, to);
+    }
+  }
 
   // The intrinsic makes g++ 12 spill its sums.
   static __m512i add_products(__m512i sum, __m512i unsigned_bytes, __m512i signed_bytes) {
@@ -112,25 +126,26 @@ class VnniInt8Kernel : Int8Softmax {
     return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
   }
 
-  // dots (query, token) = queries . keys
+  // dots (query, token) = queries . keys. Rows are read one after the other, as processors foresee it best.
   template <int64_t rows>
-  void score(int64_t q, const KVTile& tile, int64_t begin, int64_t end, const unsigned char* ahead) const {
-    for (int64_t t = begin; t < end; t += 4) {
+  void score(int64_t q, const Piece& piece, const unsigned char* ahead) const {
+    const int64_t row_bytes = head_dim_, padded = padded_;
+    const unsigned char *queries = queries_ + q * 2 * padded, *row = piece.rows;
+    for (int64_t t = piece.begin; t < piece.end; t += 4) {
       __m512i sum[2 * rows][4];
-      for (int64_t r = 0; r < 2 * rows; ++r) {
-        for (int64_t k = 0; k < 4; ++k) sum[r][k] = _mm512_setzero_si512();
-      }
-      for (int64_t d = 0; d < padded_; d += 64) {
-        const __mmask64 mask = in_head(d);
-        for (int64_t k = 0; k < 4; ++k) {
-          const __m512i key = load_key(tile.key[t + k] + d, mask);
-          prefetch_far(ahead + (t + k - begin) * head_dim_ + d);
-          for (int64_t r = 0; r < 2 * rows; ++r) {
-            sum[r][k] = add_products(sum[r][k], key, _mm512_loadu_si512(queries_ + (q * 2 + r) * padded_ + d));
+      SAGE_UNROLL for (int64_t k = 0; k < 4; ++k) {
+        SAGE_UNROLL for (int64_t r = 0; r < 2 * rows; ++r) sum[r][k] = _mm512_setzero_si512();
+        for (int64_t d = 0; d < padded; d += 64) {
+          const __m512i key = load_key(row + d, in_head(d));
+          prefetch_far(ahead + d);
+          SAGE_UNROLL for (int64_t r = 0; r < 2 * rows; ++r) {
+            sum[r][k] = add_products(sum[r][k], key, _mm512_loadu_si512(queries + r * padded + d));
           }
         }
+        row += row_bytes;
+        ahead += row_bytes;
       }
-      for (int64_t r = 0; r < rows; ++r) {
+      SAGE_UNROLL for (int64_t r = 0; r < rows; ++r) {
         __m512i(&upper)[4] = sum[2 * r], (&lower)[4] = sum[2 * r + 1];
         const __m128i four = sums(joined(upper[0], lower[0]), joined(upper[1], lower[1]), joined(upper[2], lower[2]),
                                   joined(upper[3], lower[3]));
@@ -141,16 +156,17 @@ class VnniInt8Kernel : Int8Softmax {
   }
 
   // keys (four dimensions, token, 4)
-  void transpose_keys(const KVTile& tile, int64_t begin, int64_t end, const unsigned char* ahead) const {
-    for (int64_t t = begin; t < end; t += 16) {
+  void transpose_keys(const Piece& piece) const {
+    for (int64_t t = piece.begin; t < piece.end; t += 16) {
       for (int64_t d = 0; d < padded_; d += 64) {
         __m512i x[16];
-        for (int64_t i = 0; i < 16; ++i) {
-          x[i] = load_key(tile.key[t + i] + d, in_head(d));
-          prefetch_far(ahead + (t + i - begin) * head_dim_ + d);
+        SAGE_UNROLL for (int64_t i = 0; i < 16; ++i) {
+          const int64_t at = (t + i - piece.begin) * head_dim_ + d;
+          x[i] = load_key(piece.rows + at, in_head(d));
+          prefetch_far(piece.ahead + at);
         }
         transpose(x);
-        for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(keys_ + ((d / 4 + i) * kTileTokens + t) * 4, x[i]);
+        SAGE_UNROLL for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(keys_ + ((d / 4 + i) * kTileTokens + t) * 4, x[i]);
       }
     }
   }
@@ -166,20 +182,20 @@ class VnniInt8Kernel : Int8Softmax {
   template <int64_t rows, int64_t columns>
   void score_columns(int64_t q, int64_t t) const {
     __m512i sum[2 * rows][columns];
-    for (int64_t r = 0; r < 2 * rows; ++r) {
-      for (int64_t c = 0; c < columns; ++c) sum[r][c] = _mm512_setzero_si512();
+    SAGE_UNROLL for (int64_t r = 0; r < 2 * rows; ++r) {
+      SAGE_UNROLL for (int64_t c = 0; c < columns; ++c) sum[r][c] = _mm512_setzero_si512();
     }
     for (int64_t d = 0; d < head_dim_; d += 4) {
       __m512i key[columns];
-      for (int64_t c = 0; c < columns; ++c) key[c] = _mm512_loadu_si512(keys_ + (d * kTileTokens / 4 + t + c * 16) * 4);
-      for (int64_t r = 0; r < 2 * rows; ++r) {
+      SAGE_UNROLL for (int64_t c = 0; c < columns; ++c) key[c] = _mm512_loadu_si512(keys_ + (d * kTileTokens / 4 + t + c * 16) * 4);
+      SAGE_UNROLL for (int64_t r = 0; r < 2 * rows; ++r) {
         const __m512i query = four_bytes(queries_ + (q * 2 + r) * padded_ + d);
-        for (int64_t c = 0; c < columns; ++c) sum[r][c] = add_products(sum[r][c], key[c], query);
+        SAGE_UNROLL for (int64_t c = 0; c < columns; ++c) sum[r][c] = add_products(sum[r][c], key[c], query);
       }
     }
-    for (int64_t r = 0; r < rows; ++r) {
+    SAGE_UNROLL for (int64_t r = 0; r < rows; ++r) {
       const __m512i excess = _mm512_set1_epi32(query_excess_[q + r]);
-      for (int64_t c = 0; c < columns; ++c) {
+      SAGE_UNROLL for (int64_t c = 0; c < columns; ++c) {
         const __m512i dots = _mm512_sub_epi32(joined(sum[2 * r][c], sum[2 * r + 1][c]), excess);
         _mm512_storeu_si512(dots_ + (q + r) * kTileTokens + t + c * 16, dots);
       }
@@ -193,10 +209,10 @@ class VnniInt8Kernel : Int8Softmax {
   }
 
   // Of four tokens, 64 dimensions: the four dimensions 16 i + 4 k of each token are the i-th 128 bits of vector k.
-  void interleave(const unsigned char* const* token, int64_t d, __m512i (&to)[4], const unsigned char* ahead) const {
+  void interleave(const unsigned char* rows, int64_t d, __m512i (&to)[4], const unsigned char* ahead) const {
     __m512i x[4];
-    for (int64_t i = 0; i < 4; ++i) {
-      x[i] = _mm512_maskz_loadu_epi8(in_head(d), token[i] + d);
+    SAGE_UNROLL for (int64_t i = 0; i < 4; ++i) {
+      x[i] = _mm512_maskz_loadu_epi8(in_head(d), rows + i * head_dim_ + d);
       prefetch_far(ahead + i * head_dim_ + d);
     }
     const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpacklo_epi8(x[2], x[3]);
@@ -208,44 +224,44 @@ class VnniInt8Kernel : Int8Softmax {
   }
 
   // values (four tokens, 64 dimensions, vector)
-  void pack_values(const KVTile& tile, int64_t begin, int64_t end, const unsigned char* ahead) const {
-    for (int64_t t = begin; t < end; t += 4) {
+  void pack_values(const Piece& piece) const {
+    for (int64_t t = piece.begin; t < piece.end; t += 4) {
+      const int64_t at = (t - piece.begin) * head_dim_;
       for (int64_t d = 0; d < head_dim_; d += 64) {
         __m512i x[4];
-        interleave(tile.value + t, d, x, ahead + (t - begin) * head_dim_);
-        for (int64_t c = 0; c < 4; ++c) _mm512_storeu_si512(values_ + t * padded_ + d * 4 + c * 64, x[c]);
+        interleave(piece.rows + at, d, x, piece.ahead + at);
+        SAGE_UNROLL for (int64_t c = 0; c < 4; ++c) _mm512_storeu_si512(values_ + t * padded_ + d * 4 + c * 64, x[c]);
       }
     }
   }
 
   // Adds weights . values of a piece to the sums of the tile; those of its last piece to the accumulator.
   template <int64_t rows, bool is_packed>
-  void accumulate(const Queries& queries, int64_t q, const KVTile& tile, int64_t begin, int64_t end, int64_t last_seen,
-                  const unsigned char* ahead) const {
-    const bool is_first = begin <= tile.begin, is_last = end >= tile.end;
+  void accumulate(const Queries& queries, int64_t q, const KVTile& tile, const Piece& piece, int64_t last_seen) const {
+    const bool is_first = piece.begin <= tile.begin, is_last = piece.end >= tile.end;
     for (int64_t d = 0; d < head_dim_; d += 64) {
       __m512i sum[2 * rows][4];
-      for (int64_t r = 0; r < 2 * rows; ++r) {
-        for (int64_t c = 0; c < 4; ++c) sum[r][c] = _mm512_setzero_si512();
+      SAGE_UNROLL for (int64_t r = 0; r < 2 * rows; ++r) {
+        SAGE_UNROLL for (int64_t c = 0; c < 4; ++c) sum[r][c] = _mm512_setzero_si512();
       }
-      for (int64_t t = begin; t < std::min(end, last_seen); t += 4) {
+      for (int64_t t = piece.begin; t < std::min(piece.end, last_seen); t += 4) {
         // Where `store_weights` leaves the four tokens.
         const unsigned char* weight = weights_ + q * kTileTokens + t % 16 * 4 + t / 16 * 4;
         __m512i x[4];
         if constexpr (is_packed) {
-          for (int64_t c = 0; c < 4; ++c) x[c] = _mm512_loadu_si512(values_ + t * padded_ + d * 4 + c * 64);
+          SAGE_UNROLL for (int64_t c = 0; c < 4; ++c) x[c] = _mm512_loadu_si512(values_ + t * padded_ + d * 4 + c * 64);
         } else {
-          interleave(tile.value + t, d, x, ahead + (t - begin) * head_dim_);
+          interleave(piece.rows + (t - piece.begin) * head_dim_, d, x, piece.ahead + (t - piece.begin) * head_dim_);
         }
-        for (int64_t r = 0; r < 2 * rows; ++r) {
+        SAGE_UNROLL for (int64_t r = 0; r < 2 * rows; ++r) {
           const __m512i w = four_bytes(weight + (r / 2 + r % 2 * kMaxQueries) * kTileTokens);
-          for (int64_t c = 0; c < 4; ++c) sum[r][c] = add_products(sum[r][c], w, x[c]);
+          SAGE_UNROLL for (int64_t c = 0; c < 4; ++c) sum[r][c] = add_products(sum[r][c], w, x[c]);
         }
       }
-      for (int64_t r = 0; r < rows; ++r) {
+      SAGE_UNROLL for (int64_t r = 0; r < rows; ++r) {
         int32_t* sums = sums_ + (q + r) * padded_ + d;
         __m512i x[4];
-        for (int64_t c = 0; c < 4; ++c) {
+        SAGE_UNROLL for (int64_t c = 0; c < 4; ++c) {
           x[c] = joined(sum[2 * r][c], sum[2 * r + 1][c]);
           if (!is_first) x[c] = _mm512_add_epi32(x[c], _mm512_loadu_si512(sums + c * 16));
           if (!is_last) _mm512_storeu_si512(sums + c * 16, x[c]);
@@ -274,7 +290,7 @@ class VnniInt8Kernel : Int8Softmax {
   int32_t* dots_;
   unsigned char* weights_;  // (part, query, token)
   int32_t* sums_;
-  unsigned char *keys_, *values_;
+  unsigned char *keys_, *values_, *copies_;
 };
 
 }  // namespace sage::attention_detail

@@ -7,6 +7,9 @@
 
 #include <cstdint>
 
+// Before a loop whose number of turns is a constant: g++ otherwise keeps arrays of vectors in memory.
+#define SAGE_UNROLL _Pragma("GCC unroll 16")
+
 namespace sage {
 
 inline void prefetch(const void* x) { _mm_prefetch(static_cast<const char*>(x), _MM_HINT_T0); }
