@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from typing import get_args
+
+from sagellm.core.protocols.forward import Operation
 
 _INT32, _INT64, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -106,7 +109,13 @@ class Draw(ctypes.Structure):
     ]
 
 
-PHASES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")
-"""What a step's time is spent on, in the order of the library's counters."""
+class Lap(ctypes.Structure):
+    """An operation by its number, and when it ended; it began where the one before it ended."""
+
+    _fields_ = [(name, _INT64) for name in ("operation", "end_ns")]
+
+
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+"""The library numbers them in this order."""
 
 Beat = ctypes.CFUNCTYPE(None)
