@@ -20,7 +20,7 @@ SHORT = ("--input-len", "8", "--output-len", "3")
 @pytest.fixture(autouse=True)
 def _read_little(monkeypatch):
     """Measure the read bandwidth in a moment: no test looks at the figure."""
-    monkeypatch.setattr("sagellm.lab.bench.roofline.READ_BYTES", 1 << 20)
+    monkeypatch.setattr("sagellm.engines.metrics.limits.READ_BYTES", 1 << 20)
 
 
 class Handler(BaseHTTPRequestHandler):

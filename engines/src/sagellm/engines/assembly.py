@@ -43,10 +43,13 @@ from sagellm.engines.loading.generation_defaults import NAMES_IN_FILE, Generatio
 from sagellm.engines.loading.load import open_model
 from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import open_tokenizer
+from sagellm.engines.metrics.profile import ProfiledModel
 from sagellm.engines.modules import Modules as Modules, engine, logits_processors
+from sagellm.engines.profiling import StepProfile
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.tracing import ChromeTraceWriter, NullTrace, TraceWriter
 from sagellm.engines.worker.building import build_worker
+from sagellm.engines.worker.work import WorkMeter
 
 if TYPE_CHECKING:
     from sagellm.core import ForwardBackendProtocol, SparsifierProtocol, WeightSource
@@ -118,6 +121,8 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
     modules = Modules(registry, config)
     read_tiers(modules)  # so that errors are found before loading
     trace = open_trace(config.trace.file, runtime.clock)
+    if config.trace.profile:
+        trace = StepProfile(trace, runtime.clock, wait=_waiting_for(device))
     quantizer = modules.make_optional("quantizer", config.model.quantization)
     sparsifier = modules.make_optional("sparsifier", config.model.sparsity)
     opened = open_model(config.model, registry)
@@ -161,6 +166,12 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         plan, backend, around_step=nullcontext if cores is None else cores.during_step
     )
     finalize(core, trace.close)  # at the latest when the process ends: until then its last events are missing
+    core.runner.work = WorkMeter([each.sliding_window for each in spec.attention])
+    if isinstance(trace, StepProfile):
+        weights = backend.model_metrics().operations
+        model = ProfiledModel(geometry=geometry, layout=layout, weights=weights, dtype=opened.dtype_name)
+        trace.begin(core.runner.work, model, device)
+        backend.report_operations(trace.take_operations)
     weight_bytes = backend.model_metrics().weight_bytes
     core.add_metrics("work", lambda: core.runner.work.metrics(geometry, layout, weight_bytes))
     core.add_metrics("model_family", backend.model_metrics)
@@ -238,6 +249,15 @@ def open_trace(path: str | None, clock: Clock) -> TraceWriter:
         raise ConfigError(
             f"trace.file is {path!r}, which cannot be written: {error.strerror}; name another file"
         ) from error
+
+
+def _waiting_for(device: str) -> Callable[[], None] | None:
+    """Return what waits for a GPU; None for a CPU, which computes at once."""
+    if device == "cpu":
+        return None
+    import torch
+
+    return partial(torch.cuda.synchronize, device)
 
 
 def _layout(spec: ModelSpec, dtype_name: str, block_size: int) -> KVLayout:

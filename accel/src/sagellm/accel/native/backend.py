@@ -241,12 +241,12 @@ class NativeForwardBackend(ForwardBackendProtocol):
         return logits
 
     def _operations(self) -> list[TimedOperation]:
-        laps = ctypes.POINTER(structures.Lap)()
+        laps = ctypes.POINTER(ctypes.c_int64)()
         count = self._functions.sage_laps(self._model.handle, ctypes.byref(laps))
-        ends = [(lap.operation, lap.end_ns) for lap in laps[:count]]
+        operations, ends = np.ctypeslib.as_array(laps, (count, 2)).T.tolist()
         return [
             TimedOperation(structures.OPERATIONS[operation], start_ns, end_ns)
-            for (_, start_ns), (operation, end_ns) in pairwise(ends)
+            for operation, (start_ns, end_ns) in zip(operations[1:], pairwise(ends), strict=True)
         ]
 
     def report_progress(self, beat: Callable[[], None]) -> None:

@@ -109,13 +109,7 @@ class Draw(ctypes.Structure):
     ]
 
 
-class Lap(ctypes.Structure):
-    """An operation by its number, and when it ended; it began where the one before it ended."""
-
-    _fields_ = [(name, _INT64) for name in ("operation", "end_ns")]
-
-
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
-"""The library numbers them in this order."""
+"""The library numbers them in this order, in the laps of a step: (operation, end) as int64."""
 
 Beat = ctypes.CFUNCTYPE(None)

@@ -16,7 +16,8 @@ from sagellm.engines.progress import RequestShares, progress_bar
 from sagellm.lab.bench.errors import BenchmarkError
 from sagellm.lab.bench.figures import Spread, rates_of_tenths, spread
 from sagellm.lab.bench.prompts import PromptMaker, PromptSettings
-from sagellm.lab.bench.roofline import Limits, RooflineFigures, engine_limits, roofline_figures
+from sagellm.engines.metrics.limits import Limits, engine_limits
+from sagellm.lab.bench.roofline import RooflineFigures, roofline_figures
 from sagellm.lab.traces.lengths import DEFAULT_INPUT, DEFAULT_OUTPUT, Lengths
 
 if TYPE_CHECKING:

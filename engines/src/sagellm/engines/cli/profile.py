@@ -1,0 +1,59 @@
+"""Prints where the time of an engine's steps went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sagellm.engines.cli.output import columns
+
+if TYPE_CHECKING:
+    from sagellm.engines.metrics.profile import PartFigures, Profile, StepFigures
+
+
+def as_text(profile: Profile) -> str:
+    """Return a table for each kind of step, and what was measured."""
+    limits = profile.limits
+    peaks = [
+        f"{_scaled(rate.per_s, 'FLOP/s')} in {name} ({rate.source})" for name, rate in limits.peaks.items()
+    ]
+    measured = [f"{_scaled(limits.read.per_s, 'B/s')} read ({limits.read.source})", *peaks]
+    told = f"Limits of this machine, measured after these steps: {'; '.join(measured)}."
+    if any((part.limit_share or 0) > 1 for steps in profile.steps for part in steps.parts):
+        told += "\nWhat is above its limit was read from a cache."
+    return "\n\n".join([*map(_table, profile.steps), told])
+
+
+def _table(steps: StepFigures) -> str:
+    head = (
+        f"{steps.kind}: {steps.num_steps} steps of {steps.num_sequences:.1f} sequences and "
+        f"{steps.num_tokens:.1f} tokens, which read the KV of {steps.num_kv_tokens:.1f}"
+    )
+    rows = [_row(part) for part in (*steps.parts, steps.whole)]
+    return f"{head}\n{columns(_HEAD, rows)}"
+
+
+_HEAD = ("OPERATION", "CALLS", "MEDIAN", "MEAN", "SHARE", "READ", "COMPUTED", "LIMIT", "OF LIMIT")
+
+
+def _row(part: PartFigures) -> Sequence[str]:
+    return (
+        part.name,
+        str(part.num_calls),
+        f"{part.median_ms:.3f} ms",
+        f"{part.mean_ms:.3f} ms",
+        f"{part.share:.1%}",
+        "-" if part.read_bytes is None else _scaled(part.read_bytes, "B"),
+        "-" if part.flops is None else _scaled(part.flops, "FLOP"),
+        part.limited_by or "-",
+        "-" if part.limit_share is None else f"{part.limit_share:.0%}",
+    )
+
+
+def _scaled(value: float, unit: str) -> str:
+    """Return a value in three digits, with a prefix of 1,000."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if value < 999.5 or prefix == "T":
+            break
+        value /= 1000
+    return f"{value:#.3g}".rstrip(".") + f" {prefix}{unit}"

@@ -1,0 +1,142 @@
+"""Takes the time of the parts of an engine's steps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from sagellm.core import Clock
+from sagellm.core.protocols.forward import TimedOperation
+from sagellm.engines.logging import is_json
+from sagellm.engines.metrics.profile import (
+    PARTS,
+    Profile,
+    ProfiledModel,
+    StepKind,
+    StepSums,
+    measured_limits,
+    profile_of,
+)
+from sagellm.engines.tracing import TraceValue, TraceWriter
+from sagellm.engines.worker.work import WorkCounts, WorkMeter
+
+
+class StepProfile(TraceWriter):
+    """Adds up the spans of steps and the operations inside them, and passes everything on to a trace.
+
+    Only steps with a forward pass count. `wait` waits for the device, so that the time of sampling is its
+    own. `close` prints the profile on standard error, unless it was `taken`. What it takes to note the
+    operations is left out.
+    """
+
+    def __init__(self, trace: TraceWriter, clock: Clock, *, wait: Callable[[], None] | None = None) -> None:
+        self._trace, self._clock, self._wait = trace, clock, wait
+        self._steps: dict[StepKind, StepSums] = {}
+        self._durations_ns: Counter[str] = Counter()  # of the parts of the current step
+        self._num_calls: Counter[str] = Counter()
+        self._meter, self._before = WorkMeter(), WorkCounts()
+        self._measure: Callable[[], Profile] | None = None
+        self._is_told = False
+
+    def begin(self, meter: WorkMeter, model: ProfiledModel, device: str) -> None:
+        """Begin to profile an engine: the worker's meter, and what is computed on which device."""
+        self._meter = meter
+        self._measure = lambda: profile_of(self._steps, model, measured_limits(model, device))
+
+    def take_operations(self, operations: Sequence[TimedOperation]) -> None:
+        """Take the operations of a forward pass that is about to end."""
+        noted_ns = self._clock.now_ns()
+        for name, start_ns, end_ns in operations:
+            self._add(name, end_ns - start_ns)
+            self._durations_ns["forward"] -= end_ns - start_ns
+            self._trace.past_span(name, start_ns, end_ns)
+        noted_ns -= self._clock.now_ns()
+        self._durations_ns["forward"] += noted_ns
+        self._durations_ns["step"] += noted_ns
+
+    def clear(self) -> None:
+        """Forget all steps so far."""
+        self._steps.clear()
+
+    def taken(self) -> Profile:
+        """Return the figures so far, and measure the limits: two seconds with all cores. Not printed then."""
+        assert self._measure is not None, "an engine begins its profile"
+        self._is_told = True
+        return self._measure()
+
+    @contextmanager
+    def span(self, name: str, /, **args: TraceValue) -> Iterator[None]:
+        """Time a span, and trace it."""
+        if name == "step":
+            self._durations_ns.clear()
+            self._num_calls.clear()
+            self._before = self._meter.counts
+        start_ns = self._clock.now_ns()
+        with self._trace.span(name, **args):
+            yield
+            if name == "sample" and self._wait is not None:
+                self._wait()
+        self._add(name, self._clock.now_ns() - start_ns)
+        if name == "step":
+            self._end_step()
+
+    def _add(self, name: str, duration_ns: int) -> None:
+        self._durations_ns[name] += duration_ns
+        self._num_calls[name] += 1
+
+    def _end_step(self) -> None:
+        durations_ns, num_calls = self._durations_ns, self._num_calls
+        done = self._meter.counts.plus(self._before, -1)
+        if not done.num_steps:
+            return
+        kinds: dict[tuple[bool, bool], StepKind] = {(True, False): "decode", (False, True): "prefill"}
+        kind = kinds.get((num_calls["decode"] > 0, num_calls["prefill"] > 0), "mixed")
+        steps = self._steps.setdefault(kind, StepSums())
+        steps.counts = steps.counts.plus(done)
+        steps.whole.add(1, durations_ns["step"])
+        for name in PARTS:
+            if num_calls[name]:
+                steps.add(name, num_calls[name], durations_ns[name])
+        steps.add("rest", 1, durations_ns["step"] - sum(durations_ns[name] for name in PARTS))
+
+    def past_span(self, name: str, start_ns: int, end_ns: int) -> None:
+        """Pass it on."""
+        self._trace.past_span(name, start_ns, end_ns)
+
+    def instant(self, name: str, /, **args: TraceValue) -> None:
+        """Pass it on."""
+        self._trace.instant(name, **args)
+
+    def counter(self, name: str, /, **values: int | float) -> None:
+        """Pass it on."""
+        self._trace.counter(name, **values)
+
+    def begin_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
+        """Pass it on."""
+        self._trace.begin_async(name, async_id, **args)
+
+    def mark_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
+        """Pass it on."""
+        self._trace.mark_async(name, async_id, **args)
+
+    def end_async(self, name: str, async_id: str, /, **args: TraceValue) -> None:
+        """Pass it on."""
+        self._trace.end_async(name, async_id, **args)
+
+    def flush(self) -> None:
+        """Pass it on."""
+        self._trace.flush()
+
+    def close(self) -> None:
+        """Close the trace, and print the profile."""
+        self._trace.close()
+        if self._steps and not self._is_told:
+            from sagellm.engines.cli.profile import as_text
+
+            profile = self.taken()
+            text = json.dumps({"profile": asdict(profile)}) if is_json() else f"\n{as_text(profile)}"
+            print(text, file=sys.stderr)
