@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 
-from sagellm.core import Clock
+from sagellm.core import Clock, SageLLMError, get_logger
 from sagellm.core.protocols.forward import TimedOperation
 from sagellm.engines.logging import is_json
 from sagellm.engines.metrics.profile import (
     PARTS,
     Profile,
     ProfiledModel,
+    ProfileLimits,
     StepKind,
     StepSums,
     measured_limits,
@@ -24,13 +26,14 @@ from sagellm.engines.metrics.profile import (
 from sagellm.engines.tracing import TraceValue, TraceWriter
 from sagellm.engines.worker.work import WorkCounts, WorkMeter
 
+_logger = get_logger(__name__)
+
 
 class StepProfile(TraceWriter):
     """Adds up the spans of steps and the operations inside them, and passes everything on to a trace.
 
     Only steps with a forward pass count. `wait` waits for the device, so that the time of sampling is its
-    own. `close` prints the profile on standard error, unless it was `taken`. What it takes to note the
-    operations is left out.
+    own. What it takes to note the operations is left out. `close` prints the profile on standard error.
     """
 
     def __init__(self, trace: TraceWriter, clock: Clock, *, wait: Callable[[], None] | None = None) -> None:
@@ -39,13 +42,13 @@ class StepProfile(TraceWriter):
         self._durations_ns: Counter[str] = Counter()  # of the parts of the current step
         self._num_calls: Counter[str] = Counter()
         self._meter, self._before = WorkMeter(), WorkCounts()
-        self._measure: Callable[[], Profile] | None = None
-        self._is_told = False
+        self._model: ProfiledModel | None = None
+        self._limits: Callable[[], ProfileLimits] | None = None
 
     def begin(self, meter: WorkMeter, model: ProfiledModel, device: str) -> None:
         """Begin to profile an engine: the worker's meter, and what is computed on which device."""
-        self._meter = meter
-        self._measure = lambda: profile_of(self._steps, model, measured_limits(model, device))
+        self._meter, self._model = meter, model
+        self._limits = cache(lambda: measured_limits(model, device))
 
     def take_operations(self, operations: Sequence[TimedOperation]) -> None:
         """Take the operations of a forward pass that is about to end."""
@@ -62,11 +65,11 @@ class StepProfile(TraceWriter):
         """Forget all steps so far."""
         self._steps.clear()
 
-    def taken(self) -> Profile:
-        """Return the figures so far, and measure the limits: two seconds with all cores. Not printed then."""
-        assert self._measure is not None, "an engine begins its profile"
-        self._is_told = True
-        return self._measure()
+    def figures(self) -> Profile:
+        """Return the figures so far. The first call measures the limits, two seconds with all cores."""
+        assert self._model is not None, "an engine begins its profile"
+        assert self._limits is not None, "an engine begins its profile"
+        return profile_of(self._steps, self._model, self._limits())
 
     @contextmanager
     def span(self, name: str, /, **args: TraceValue) -> Iterator[None]:
@@ -134,9 +137,16 @@ class StepProfile(TraceWriter):
     def close(self) -> None:
         """Close the trace, and print the profile."""
         self._trace.close()
-        if self._steps and not self._is_told:
-            from sagellm.engines.cli.profile import as_text
+        if not self._steps:
+            return
+        try:
+            self._print(self.figures())
+        except (SageLLMError, MemoryError, OSError, RuntimeError) as error:
+            _logger.warning("the profile cannot be printed: %s", error)
+        self._steps.clear()
 
-            profile = self.taken()
-            text = json.dumps({"profile": asdict(profile)}) if is_json() else f"\n{as_text(profile)}"
-            print(text, file=sys.stderr)
+    def _print(self, profile: Profile) -> None:
+        from sagellm.engines.cli.profile import as_text
+
+        text = json.dumps({"profile": asdict(profile)}) if is_json() else f"\n{as_text(profile)}"
+        print(text, file=sys.stderr)

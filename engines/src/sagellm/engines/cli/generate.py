@@ -80,7 +80,7 @@ def generate(
         with _drawing(engine, emit_dot):
             outputs = _run(engine, texts, asked, params, stream=stream and not as_json, as_json=as_json)
         if as_json and engine.profile is not None:
-            print_json_line({"profile": engine.profile.taken()})
+            print_json_line({"profile": engine.profile.figures()})
     failed = [one.error for output in outputs for one in output.outputs if one.finish_reason == "error"]
     if failed:
         raise EngineError(f"{len(failed)} of {len(texts)} prompts failed: {failed[0]}")

@@ -20,14 +20,17 @@ def as_text(profile: Profile) -> str:
     measured = [f"{_scaled(limits.read.per_s, 'B/s')} read ({limits.read.source})", *peaks]
     told = f"Limits of this machine, measured after these steps: {'; '.join(measured)}."
     if any((part.limit_share or 0) > 1 for steps in profile.steps for part in steps.parts):
-        told += "\nWhat is above its limit was read from a cache."
+        told += (
+            "\nWhat is above its limit was read from a cache, or other processes took time of the measurement."
+        )
     return "\n\n".join([*map(_table, profile.steps), told])
 
 
 def _table(steps: StepFigures) -> str:
+    plural = "" if steps.num_steps == 1 else "s"
     head = (
-        f"{steps.kind}: {steps.num_steps} steps of {steps.num_sequences:.1f} sequences and "
-        f"{steps.num_tokens:.1f} tokens, which read the KV of {steps.num_kv_tokens:.1f}"
+        f"{steps.kind}: {steps.num_steps} step{plural}; mean of one: {steps.num_sequences:.1f} sequences, "
+        f"{steps.num_tokens:.1f} new tokens, {steps.num_kv_tokens:.1f} tokens of KV"
     )
     rows = [_row(part) for part in (*steps.parts, steps.whole)]
     return f"{head}\n{columns(_HEAD, rows)}"

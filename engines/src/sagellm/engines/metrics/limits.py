@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, get_args
 
 from sagellm.accel.machine_limits import NumberKind, native_limits
 from sagellm.accel.threads import num_threads
@@ -29,7 +29,8 @@ _QUANTIZED_PRODUCTS = _PRODUCTS | {f"sagellm-accel:{name}": dtype for name, dtyp
 """What forward backends multiply quantized weights in; others expand them to the model's dtype."""
 
 
-class Rate(NamedTuple):
+@dataclass(frozen=True)
+class Rate:
     """Bytes or operations per second, and how they were measured."""
 
     per_s: float

@@ -131,6 +131,7 @@ def measure_throughput(
     workload = _Workload(engine, settings)
     for _ in range(settings.warmup):
         workload.run(1)
+    _forget_steps(engine)
     before = engine.metrics().modules
     batch = workload.run(settings.num_prompts, progress=progress)
     after = engine.metrics().modules
@@ -161,6 +162,12 @@ def measure_throughput(
         output_tenths_tokens_per_s=spread(rates_of_tenths(batch.token_times_ns.values(), **clock)),
         **_reached(engine, before, after, batch.duration_s),
     )
+
+
+def _forget_steps(engine: LLMEngine) -> None:
+    """Leave what warmed up out of the profile, if there is one."""
+    if engine.profile is not None:
+        engine.profile.clear()
 
 
 def _reached(
@@ -196,6 +203,7 @@ def measure_latency(
         for _ in range(settings.warmup):
             workload.run(settings.num_prompts)
             advance(1)
+        _forget_steps(engine)
         before = engine.metrics().modules
         for _ in range(settings.repeats):
             batches.append(workload.run(settings.num_prompts))
