@@ -140,24 +140,21 @@ def test_an_engine_that_computed_nothing_prints_nothing(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_step_that_needs_no_logits_does_not_read_the_head():
+    with embedded(max_num_batched_tokens=4, enable_prefix_caching=False) as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        engine.generate([[5, 6, 7, 8, 9, 10, 11]], params)  # in steps of 4 and 3 tokens
+        prefill = steps_of(engine)["prefill"]
+    head = by_name(prefill)["head"]
+    assert prefill.num_steps == 2
+    assert (head.read_bytes, head.flops) == (4096 * 256 * 2 / 2, 2 * 256 * 4096 / 2)
+
+
 def test_what_warms_an_engine_up_is_in_no_step():
     with embedded() as engine:
-        core = engine.client.core
-        core.runner.work.add(core.runner.prepare_inputs(*_step(core)))
+        engine.client.core.runner.work.add(Batch())
         generate(engine)
         assert by_name(steps_of(engine)["prefill"])["head"].flops == 2 * 2 * 256 * 4096
-
-
-def _step(core):
-    """Return a step of one token and the state of an unused seat."""
-    import numpy as np
-
-    from sagellm.core import StepInput
-    from sagellm.engines.worker.seat_state import SeatState
-
-    one = np.ones(1, np.int32)
-    step = StepInput(step=1, seats=one * 0, num_new=one, starts=one * 0, is_sampled=one > 0)
-    return step, SeatState(1, block_size=core.runner.layouts[0].block_size)
 
 
 def test_a_model_whose_operations_are_unknown_has_the_whole_forward_pass(monkeypatch):
@@ -251,5 +248,5 @@ def test_the_table_shows_each_part_with_its_share_of_the_limit():
         "",
         "Limits of this machine, measured after these steps: 10.0 GB/s read (stated); "
         "1.00 TFLOP/s in bfloat16 (stated too).",
-        "What is above its limit was read from a cache, or other processes took time of the measurement.",
+        "What is above its limit came from a cache, or the machine was busy while it was measured.",
     ]

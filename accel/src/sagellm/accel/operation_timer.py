@@ -69,4 +69,5 @@ class OperationTimer:
         end.synchronize()
         first = self._ends[0]
         assert not isinstance(first, int), "a step has ends of one kind"
-        return self._begun_ns + round(first.elapsed_time(end) * 1e6)  # type: ignore[no-untyped-call]
+        elapsed_ms: float = first.elapsed_time(end)
+        return self._begun_ns + round(elapsed_ms * 1e6)

@@ -12,6 +12,7 @@ import pytest
 from sagellm.core import ConfigError
 from sagellm.engines.cli import main
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.metrics.limits import Limits as MachineLimits
 from sagellm.engines.worker.work import WorkMetrics
 from sagellm.lab.bench import benchmark
 from sagellm.lab.bench.benchmark import (
@@ -26,7 +27,6 @@ from sagellm.lab.bench.contest import Contest
 from sagellm.lab.bench.errors import BenchmarkError
 from sagellm.lab.bench.readings import Reading, ServerReader, kv_use, page_values
 from sagellm.lab.bench.results import request_rows
-from sagellm.engines.metrics.limits import Limits as MachineLimits
 from sagellm.lab.bench.sessions import Phase
 from sagellm.lab.bench.workloads import WorkloadSettings
 

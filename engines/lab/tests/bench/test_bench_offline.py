@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from sagellm.core import ConfigError
 from sagellm.engines import LLMEngine
 from sagellm.engines.metrics.flops import decode_flops, prefill_flops
+from sagellm.engines.metrics.limits import Limits, measure_limits
 from sagellm.engines.testing import make_checkpoint
 from sagellm.lab.bench import (
     BenchmarkError,
@@ -17,7 +17,6 @@ from sagellm.lab.bench import (
     measure_throughput,
 )
 from sagellm.lab.bench.offline import memory_figures
-from sagellm.engines.metrics.limits import Limits, measure_limits
 
 LENGTHS = {"input_len": Lengths.parse("uniform:8:16"), "output_len": Lengths.parse("4")}
 

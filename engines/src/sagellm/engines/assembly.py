@@ -120,9 +120,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
     config = config.with_values({"model.device": device})
     modules = Modules(registry, config)
     read_tiers(modules)  # so that errors are found before loading
-    trace = open_trace(config.trace.file, runtime.clock)
-    if config.trace.profile:
-        trace = StepProfile(trace, runtime.clock, wait=_waiting_for(device))
+    trace = _trace(config, runtime.clock)
     quantizer = modules.make_optional("quantizer", config.model.quantization)
     sparsifier = modules.make_optional("sparsifier", config.model.sparsity)
     opened = open_model(config.model, registry)
@@ -167,11 +165,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
     )
     finalize(core, trace.close)  # at the latest when the process ends: until then its last events are missing
     core.runner.work = WorkMeter([each.sliding_window for each in spec.attention])
-    if isinstance(trace, StepProfile):
-        weights = backend.model_metrics().operations
-        model = ProfiledModel(geometry=geometry, layout=layout, weights=weights, dtype=opened.dtype_name)
-        trace.begin(core.runner.work, model, device)
-        backend.report_operations(trace.take_operations)
+    _begin_profile(core, plan, opened.dtype_name)
     weight_bytes = backend.model_metrics().weight_bytes
     core.add_metrics("work", lambda: core.runner.work.metrics(geometry, layout, weight_bytes))
     core.add_metrics("model_family", backend.model_metrics)
@@ -239,6 +233,14 @@ class _Attention:
         return AttentionMetrics() if self._made is None else self._made.metrics()
 
 
+def _trace(config: EngineConfig, clock: Clock) -> TraceWriter:
+    """Return what takes the spans of steps: a profile, in front of the trace, if one is wanted."""
+    trace = open_trace(config.trace.file, clock)
+    if not config.trace.profile:
+        return trace
+    return StepProfile(trace, clock, wait=_waiting_for(config.model.device))
+
+
 def open_trace(path: str | None, clock: Clock) -> TraceWriter:
     """Return a tracer that writes to this file, or nowhere. Raises ConfigError if it cannot be written."""
     if path is None:
@@ -249,6 +251,16 @@ def open_trace(path: str | None, clock: Clock) -> TraceWriter:
         raise ConfigError(
             f"trace.file is {path!r}, which cannot be written: {error.strerror}; name another file"
         ) from error
+
+
+def _begin_profile(core: EngineCore, plan: CorePlan, dtype: str) -> None:
+    """Have the profile, if there is one, take the operations of each step."""
+    profile, backend = core.profile, core.runner.backend
+    if profile is not None and plan.geometry is not None:
+        weights = backend.model_metrics().operations
+        model = ProfiledModel(geometry=plan.geometry, layout=plan.layout, weights=weights, dtype=dtype)
+        profile.begin(core.runner.work, model, str(core.runner.device))
+        backend.report_operations(profile.take_operations)
 
 
 def _waiting_for(device: str) -> Callable[[], None] | None:

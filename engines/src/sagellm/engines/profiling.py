@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cache
 
 from sagellm.core import Clock, SageLLMError, get_logger
 from sagellm.core.protocols.forward import TimedOperation
-from sagellm.engines.logging import is_json
 from sagellm.engines.metrics.profile import (
     PARTS,
     Profile,
@@ -140,13 +136,9 @@ class StepProfile(TraceWriter):
         if not self._steps:
             return
         try:
-            self._print(self.figures())
+            from sagellm.engines.cli.profile import print_profile
+
+            print_profile(self.figures())
         except (SageLLMError, MemoryError, OSError, RuntimeError) as error:
             _logger.warning("the profile cannot be printed: %s", error)
         self._steps.clear()
-
-    def _print(self, profile: Profile) -> None:
-        from sagellm.engines.cli.profile import as_text
-
-        text = json.dumps({"profile": asdict(profile)}) if is_json() else f"\n{as_text(profile)}"
-        print(text, file=sys.stderr)

@@ -103,8 +103,8 @@ class ChromeTraceWriter(TraceWriter):
     """Streams events to a file (mode 0600) as a JSON array, one event per line.
 
     The timestamp is taken under the lock that orders the lines, so that the file is in order of
-    time but for past spans. Timestamps are microseconds since the writer was made, with three decimals computed
-    from whole nanoseconds: no float rounds them, however long the run. At most `buffer_bytes`
+    time but for past spans. Timestamps are microseconds since the writer was made, with three decimals
+    computed from whole nanoseconds: no float rounds them, however long the run. At most `buffer_bytes`
     and the names of open spans are held in memory. The array is complete after every write, so the file
     opens whenever the process ends. If the disk fails or is full, a warning is logged, and the trace ends
     with the last event that was written whole. A pipe or a device gets the events as they come, and the end

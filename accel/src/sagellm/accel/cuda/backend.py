@@ -163,17 +163,18 @@ class CudaForwardBackend(ForwardBackendProtocol):
         kv = self._ready()
         started_ns = time.perf_counter_ns()
         with on_device(self._device):
-            if self._timer is not None:
-                logits = self._timed(self._timer, batch, kv)
-            elif self._graphs is None or (logits := self._graphs.run(batch)) is None:
-                logits = self._model.forward(self._step(batch), kv)
+            logits = None if self._graphs is None or self._timer is not None else self._graphs.run(batch)
+            if logits is None:
+                logits = self._launch(batch, kv)
         self._metrics.num_steps += 1
         self._metrics.num_tokens += len(batch.input_ids)
         self._metrics.total_ns += time.perf_counter_ns() - started_ns
         return logits
 
-    def _timed(self, timer: OperationTimer, batch: InputBatch, kv: PagedKV) -> torch.Tensor:
-        step = self._step(batch)
+    def _launch(self, batch: InputBatch, kv: PagedKV) -> torch.Tensor:
+        step, timer = self._step(batch), self._timer
+        if timer is None:
+            return self._model.forward(step, kv)
         timer.begin()
         logits = self._model.forward(step, kv, timer.end_of)
         timer.finish()

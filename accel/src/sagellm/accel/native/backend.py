@@ -59,9 +59,9 @@ class NativeForwardBackend(ForwardBackendProtocol):
     bits whatever else is in the batch. Steps use torch's number of threads, or what that would be.
 
     `variant` names a variant of the library (amx, avx512, avx2) instead of the fastest. `ahead_fraction` is
-    the share of the KV pool, from 0 to 1, that idle time may allocate ahead of its use. `packed_cache` is a folder where weights are kept as they are packed, and
-    mapped from then on. `fusions` names the operations that are computed as one (`accel.fusion`); no result
-    depends on it.
+    the share of the KV pool, from 0 to 1, that idle time may allocate ahead of its use.
+    `packed_cache` is a folder where weights are kept as they are packed, and mapped from then on. `fusions`
+    names the operations that are computed as one (`accel.fusion`); no result depends on it.
     """
 
     device_types = frozenset({"cpu"})

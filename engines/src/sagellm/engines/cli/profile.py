@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+import typer
+
 from sagellm.engines.cli.output import columns
+from sagellm.engines.logging import is_json
 
 if TYPE_CHECKING:
     from sagellm.engines.metrics.profile import PartFigures, Profile, StepFigures
+
+
+def print_profile(profile: Profile) -> None:
+    """Print a profile to standard error: tables, or one object where the log is JSON."""
+    text = json.dumps({"profile": asdict(profile)}) if is_json() else f"\n{as_text(profile)}"
+    typer.echo(text, err=True)
 
 
 def as_text(profile: Profile) -> str:
@@ -20,9 +31,7 @@ def as_text(profile: Profile) -> str:
     measured = [f"{_scaled(limits.read.per_s, 'B/s')} read ({limits.read.source})", *peaks]
     told = f"Limits of this machine, measured after these steps: {'; '.join(measured)}."
     if any((part.limit_share or 0) > 1 for steps in profile.steps for part in steps.parts):
-        told += (
-            "\nWhat is above its limit was read from a cache, or other processes took time of the measurement."
-        )
+        told += "\nWhat is above its limit came from a cache, or the machine was busy while it was measured."
     return "\n\n".join([*map(_table, profile.steps), told])
 
 

@@ -125,7 +125,9 @@ def measured_limits(model: ProfiledModel, device: str) -> ProfileLimits:
     """Measure what limits a model's operations. All cores are busy for about two seconds."""
     operations: tuple[Operation, ...] = get_args(Operation)
     formats = dict.fromkeys(map(model.dtype_of, operations))
-    return ProfileLimits(read=read_bandwidth(device), peaks={each: peak_rate(device, each) for each in formats})
+    return ProfileLimits(
+        read=read_bandwidth(device), peaks={each: peak_rate(device, each) for each in formats}
+    )
 
 
 def profile_of(steps: Mapping[StepKind, StepSums], model: ProfiledModel, limits: ProfileLimits) -> Profile:

@@ -21,7 +21,7 @@ class StepContext:
 
     __slots__ = ("attention", "end_of", "kv", "linears", "plans", "tables")
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         kv: Sequence[torch.Tensor],
         attention: AttentionBackendProtocol,
@@ -124,7 +124,7 @@ class DecoderModel:
         self.embed_tokens = embed_tokens  # (vocab, hidden)
         self.layers, self.norm, self.rotary = layers, norm, rotary
 
-    def __call__(  # noqa: PLR0913
+    def __call__(
         self,
         batch: InputBatch,
         kv: Sequence[torch.Tensor],

@@ -49,12 +49,13 @@ class WorkCounts(NamedTuple):
     num_sequences: int = 0
     num_tokens: int = 0
     num_logits_rows: int = 0
+    num_logits_steps: int = 0  # steps with any: others need no head
     num_context_tokens: float = 0  # for each token, those that it attends to: before it, and itself
     num_kv_tokens: float = 0  # for each sequence of a step, those whose KV is read
 
     def plus(self, other: WorkCounts, sign: int = 1) -> WorkCounts:
         """Return the sum, or the difference if the sign is -1."""
-        return WorkCounts(*(one + sign * each for one, each in zip(self, other, strict=True)))
+        return WorkCounts(*(one + sign * each for one, each in zip(self, other, strict=True)))  # type: ignore[arg-type]
 
 
 class OperationWork(NamedTuple):
@@ -65,7 +66,10 @@ class OperationWork(NamedTuple):
 
 
 def work_by_operation(
-    counts: WorkCounts, geometry: ModelGeometry, layout: KVLayout, weights: Mapping[Operation, OperationWeights]
+    counts: WorkCounts,
+    geometry: ModelGeometry,
+    layout: KVLayout,
+    weights: Mapping[Operation, OperationWeights],
 ) -> dict[Operation, OperationWork]:
     """Return the work of the operations that have any, for a model of this shape.
 
@@ -80,7 +84,8 @@ def work_by_operation(
         "down": num_layers * num_tokens * (mlp_flops(geometry) // 3),
         "head": logits_flops(geometry, counts.num_logits_rows),
     }
-    read_bytes = {name: counts.num_steps * each.num_bytes for name, each in weights.items()}
+    num_reads = dict.fromkeys(flops, counts.num_steps) | {"head": counts.num_logits_steps}
+    read_bytes = {name: num_reads[name] * each.num_bytes for name, each in weights.items()}
     kv_bytes = counts.num_kv_tokens * layout.block_bytes / layout.block_size
     return {
         name: OperationWork(each, kv_bytes if name == "attend" else read_bytes.get(name, 0))
@@ -101,6 +106,7 @@ class WorkMeter:
     def add(self, batch: InputBatch | HostBatch) -> None:
         """Count a step that was computed."""
         queries, contexts = batch.query_lens, batch.seq_lens
+        num_logits_rows = len(batch.logits_indices)
         num_context_tokens = num_kv_tokens = 0.0
         for window, share in self._shares.items():
             attended, read = _attended(queries, contexts, window)
@@ -110,7 +116,8 @@ class WorkMeter:
             num_steps=1,
             num_sequences=len(queries),
             num_tokens=sum(queries),
-            num_logits_rows=len(batch.logits_indices),
+            num_logits_rows=num_logits_rows,
+            num_logits_steps=int(num_logits_rows > 0),
             num_context_tokens=num_context_tokens,
             num_kv_tokens=num_kv_tokens,
         )

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sagellm.core import ConfigError
 from sagellm.engines.metrics.cache import token_hit_rate
 from sagellm.engines.metrics.latency import itl_s, throughput, total_throughput
+from sagellm.engines.metrics.limits import Limits, engine_limits
 from sagellm.engines.progress import RequestShares, progress_bar
 from sagellm.lab.bench.errors import BenchmarkError
 from sagellm.lab.bench.figures import Spread, rates_of_tenths, spread
 from sagellm.lab.bench.prompts import PromptMaker, PromptSettings
-from sagellm.engines.metrics.limits import Limits, engine_limits
 from sagellm.lab.bench.roofline import RooflineFigures, roofline_figures
 from sagellm.lab.traces.lengths import DEFAULT_INPUT, DEFAULT_OUTPUT, Lengths
 
