@@ -101,7 +101,7 @@ def test_parts_add_up_to_the_step_and_operations_to_the_forward_pass(backend):
         assert all(part.mean_ms > 0 for part in steps.parts)
         assert parts["attend"].num_calls == parts["down"].num_calls == 5 * steps.num_steps
         computed_ms += steps.num_steps * sum(parts[name].mean_ms for name in OPERATIONS)
-    assert 0.5 * forward_ms < computed_ms < forward_ms
+    assert 0.2 * forward_ms < computed_ms < forward_ms  # the small model's rest is Python
 
 
 def test_operations_are_spans_inside_the_forward_pass_of_a_trace(tmp_path):
@@ -181,6 +181,19 @@ def test_without_the_setting_there_is_no_profile():
         assert engine.profile is None
 
 
+def test_the_limits_are_the_best_that_were_measured(monkeypatch):
+    found = [
+        ProfileLimits(read=Rate(3e9, "before"), peaks={"bfloat16": Rate(2e12, "before")}),
+        ProfileLimits(read=Rate(9e9, "after"), peaks={"bfloat16": Rate(1e12, "after")}),
+    ]
+    monkeypatch.setattr("sagellm.engines.profiling.measured_limits", lambda model, device: found.pop(0))
+    with embedded() as engine:
+        generate(engine)
+        limits = engine.profile.figures().limits
+        assert engine.profile.figures().limits == limits
+    assert limits == ProfileLimits(read=Rate(9e9, "after"), peaks={"bfloat16": Rate(2e12, "before")})
+
+
 WINDOWS = ModelGeometry(
     num_layers=4,
     hidden_size=8,
@@ -246,7 +259,7 @@ def test_the_table_shows_each_part_with_its_share_of_the_limit():
         "qkv 56 1.500 ms 1.250 ms 62.5% 1.31 MB 100 GFLOP products 120%",
         "step 2 2.000 ms 2.000 ms 100.0% - - - -",
         "",
-        "Limits of this machine, measured after these steps: 10.0 GB/s read (stated); "
+        "Limits of this machine, measured before and after: 10.0 GB/s read (stated); "
         "1.00 TFLOP/s in bfloat16 (stated too).",
         "What is above its limit came from a cache, or the machine was busy while it was measured.",
     ]

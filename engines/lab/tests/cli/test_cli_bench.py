@@ -173,7 +173,18 @@ def test_throughput_of_a_small_model(sage, checkpoint, tmp_path):
 
 @pytest.mark.parametrize("command", ["throughput", "latency"])
 def test_a_profile_is_part_of_the_result_without_what_warmed_up(sage, checkpoint, command):
-    run = ("--model", checkpoint, *REAL, "--input-len", "12", "--output-len", "3", "--warmup", "2", "--profile")
+    run = (
+        "--model",
+        checkpoint,
+        *REAL,
+        "--input-len",
+        "12",
+        "--output-len",
+        "3",
+        "--warmup",
+        "2",
+        "--profile",
+    )
     size = ("--num-prompts", "3") if command == "throughput" else ("--batch-size", "3", "--repeats", "1")
     result = sage("llm", "bench", command, *run, *size, "--json")
     assert result.code == 0, result.err

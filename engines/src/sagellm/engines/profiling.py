@@ -39,12 +39,17 @@ class StepProfile(TraceWriter):
         self._num_calls: Counter[str] = Counter()
         self._meter, self._before = WorkMeter(), WorkCounts()
         self._model: ProfiledModel | None = None
-        self._limits: Callable[[], ProfileLimits] | None = None
+        self._measure: Callable[[], ProfileLimits] | None = None
 
     def begin(self, meter: WorkMeter, model: ProfiledModel, device: str) -> None:
-        """Begin to profile an engine: the worker's meter, and what is computed on which device."""
+        """Begin to profile an engine: the worker's meter, and what is computed on which device.
+
+        Measures the limits for about two seconds. They vary where a machine is shared, so the first call of
+        `figures` does so again, and the best counts.
+        """
         self._meter, self._model = meter, model
-        self._limits = cache(lambda: measured_limits(model, device))
+        before = measured_limits(model, device)
+        self._measure = cache(lambda: before.best(measured_limits(model, device)))
 
     def take_operations(self, operations: Sequence[TimedOperation]) -> None:
         """Take the operations of a forward pass that is about to end."""
@@ -64,8 +69,8 @@ class StepProfile(TraceWriter):
     def figures(self) -> Profile:
         """Return the figures so far. The first call measures the limits, two seconds with all cores."""
         assert self._model is not None, "an engine begins its profile"
-        assert self._limits is not None, "an engine begins its profile"
-        return profile_of(self._steps, self._model, self._limits())
+        assert self._measure is not None, "an engine begins its profile"
+        return profile_of(self._steps, self._model, self._measure())
 
     @contextmanager
     def span(self, name: str, /, **args: TraceValue) -> Iterator[None]:

@@ -29,7 +29,7 @@ def as_text(profile: Profile) -> str:
         f"{_scaled(rate.per_s, 'FLOP/s')} in {name} ({rate.source})" for name, rate in limits.peaks.items()
     ]
     measured = [f"{_scaled(limits.read.per_s, 'B/s')} read ({limits.read.source})", *peaks]
-    told = f"Limits of this machine, measured after these steps: {'; '.join(measured)}."
+    told = f"Limits of this machine, measured before and after: {'; '.join(measured)}."
     if any((part.limit_share or 0) > 1 for steps in profile.steps for part in steps.parts):
         told += "\nWhat is above its limit came from a cache, or the machine was busy while it was measured."
     return "\n\n".join([*map(_table, profile.steps), told])

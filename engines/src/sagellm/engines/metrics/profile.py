@@ -45,6 +45,11 @@ class ProfileLimits:
     read: Rate
     peaks: Mapping[str, Rate]
 
+    def best(self, other: ProfileLimits) -> ProfileLimits:
+        """Return the higher of both measurements of each rate."""
+        peaks = {name: max(rate, other.peaks[name], key=_per_s) for name, rate in self.peaks.items()}
+        return ProfileLimits(read=max(self.read, other.read, key=_per_s), peaks=peaks)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartFigures:
@@ -119,6 +124,10 @@ class _Limit(NamedTuple):
     read_s: float
     product_s: float
     work: OperationWork
+
+
+def _per_s(rate: Rate) -> float:
+    return rate.per_s
 
 
 def measured_limits(model: ProfiledModel, device: str) -> ProfileLimits:
