@@ -43,9 +43,7 @@ from sagellm.engines.loading.generation_defaults import NAMES_IN_FILE, Generatio
 from sagellm.engines.loading.load import open_model
 from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import open_tokenizer
-from sagellm.engines.metrics.profile import ProfiledModel
 from sagellm.engines.modules import Modules as Modules, engine, logits_processors
-from sagellm.engines.profiling import StepProfile
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.tracing import ChromeTraceWriter, NullTrace, TraceWriter
 from sagellm.engines.worker.building import build_worker
@@ -238,6 +236,8 @@ def _trace(config: EngineConfig, clock: Clock) -> TraceWriter:
     trace = open_trace(config.trace.file, clock)
     if not config.trace.profile:
         return trace
+    from sagellm.engines.profiling import StepProfile
+
     return StepProfile(trace, clock, wait=_waiting_for(config.model.device))
 
 
@@ -255,12 +255,18 @@ def open_trace(path: str | None, clock: Clock) -> TraceWriter:
 
 def _begin_profile(core: EngineCore, plan: CorePlan, dtype: str) -> None:
     """Have the profile, if there is one, take the operations of each step."""
-    profile, backend = core.profile, core.runner.backend
-    if profile is not None and plan.geometry is not None:
-        weights = backend.model_metrics().operations
-        model = ProfiledModel(geometry=plan.geometry, layout=plan.layout, weights=weights, dtype=dtype)
-        profile.begin(core.runner.work, model, str(core.runner.device))
-        backend.report_operations(profile.take_operations)
+    if not plan.modules.config.trace.profile:
+        return
+    from sagellm.engines.metrics.profile import ProfiledModel
+    from sagellm.engines.profiling import StepProfile
+
+    assert isinstance(plan.trace, StepProfile), "the trace was made so"
+    assert plan.geometry is not None, "a core that computes has one"
+    core.profile, backend = plan.trace, core.runner.backend
+    weights = backend.model_metrics().operations
+    model = ProfiledModel(geometry=plan.geometry, layout=plan.layout, weights=weights, dtype=dtype)
+    core.profile.begin(core.runner.work, model, str(core.runner.device))
+    backend.report_operations(core.profile.take_operations)
 
 
 def _waiting_for(device: str) -> Callable[[], None] | None:

@@ -46,12 +46,12 @@ from sagellm.engines.engine_core.step_cost_fit import StepCostFit, work_of
 from sagellm.engines.engine_core.step_runner import DraftedRows, PlannedStep, StepResult, StepRunner
 from sagellm.engines.engine_core.step_tokens import StepTokens
 from sagellm.engines.logging import fields
-from sagellm.engines.profiling import StepProfile
 from sagellm.engines.sampling.stop import check_stop_conditions
 from sagellm.engines.tracing import NullTrace, TraceWriter
 from sagellm.engines.worker.execution_graph import ExecutionGraph
 
 if TYPE_CHECKING:
+    from sagellm.engines.profiling import StepProfile
     from sagellm.engines.worker.model_runner import ModelRunner
     from sagellm.engines.worker.worker import Worker
 
@@ -120,6 +120,7 @@ class EngineCore(EngineProtocol):
         self._seats = parts.kv.seats
         self._trace = parts.trace
         self._is_traced = not isinstance(parts.trace, NullTrace)
+        self.profile: StepProfile | None = None  # the trace, if it is one
         self._clock = parts.runtime.clock
         self._metrics = EngineMetrics()
         self._num_steps = self._num_idle_steps = 0
@@ -134,11 +135,6 @@ class EngineCore(EngineProtocol):
         self._step_observers = Observers(parts.registry, "sagellm_step_finished")
         if kv_observers := Observers(parts.registry, "sagellm_kv_events"):
             self.kv.observe(lambda events: kv_observers.tell(events=events))
-
-    @property
-    def profile(self) -> StepProfile | None:
-        """The profile of all steps, if the configuration wants one."""
-        return self._trace if isinstance(self._trace, StepProfile) else None
 
     @property
     def worker(self) -> Worker:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import Literal, NamedTuple, cast, get_args
+
+import numpy as np
 
 from sagellm.core import KVLayout, ModelGeometry
 from sagellm.core.protocols.forward import Operation, OperationWeights
@@ -179,7 +180,7 @@ def _part(name: str, times: Times, sums: StepSums, least: _Limit | None) -> Part
     part = PartFigures(
         name=name,
         num_calls=times.num_calls,
-        median_ms=median(times.recent_ns) / 1e6,
+        median_ms=float(np.median(times.recent_ns)) / 1e6,
         mean_ms=times.total_ns / num_steps / 1e6,
         share=times.total_ns / max(sums.whole.total_ns, 1),
     )
