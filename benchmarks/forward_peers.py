@@ -199,11 +199,10 @@ def _limits(threads: int) -> dict[str, float | str]:
     """Measure read bandwidth and matrix rates, in a process that gives its memory back."""
     source = (
         "import dataclasses, json, torch\n"
-        "from sagellm.lab.bench.roofline import measure_limits\n"
+        "from sagellm.engines.metrics.limits import measure_limits\n"
         f"torch.set_num_threads({threads})\n"
-        "cpu = torch.device('cpu')\n"
-        "print(json.dumps({name: dataclasses.asdict(measure_limits(cpu, dtype))"
-        " for name, dtype in (('bf16', torch.bfloat16), ('int8', torch.int8))}))"
+        "print(json.dumps({name: dataclasses.asdict(measure_limits('cpu', dtype))"
+        " for name, dtype in (('bf16', 'bfloat16'), ('int8', 'int8'))}))"
     )
     done = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -119,6 +120,20 @@ STEPS = [
 )
 def checkpoint(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("cuda"), **SMALL | MODELS[request.param])
+
+
+@pytest.mark.no_cover
+def test_operations_are_those_of_torch_in_order_and_change_no_logits(checkpoint):
+    taken = {}
+    for backend in backends(checkpoint):
+        expected = backend.forward(STEPS[0])
+        backend.report_operations(lambda operations, backend=backend: taken.update({backend: operations}))
+        torch.testing.assert_close(backend.forward(STEPS[0]), expected, rtol=0, atol=0)
+        assert all(before.end_ns == each.start_ns < each.end_ns for before, each in pairwise(taken[backend]))
+    by_torch, by_cuda = ([each.operation for each in operations] for operations in taken.values())
+    assert by_torch.pop(1) == "rope"  # torch looks up all angles before the first layer
+    assert by_cuda == by_torch
+    assert by_cuda[1:9] == ["norm", "qkv", "rope", "attend", "output", "norm", "gate_up", "down"]
 
 
 @pytest.mark.no_cover

@@ -115,6 +115,29 @@ class Buffer {
 // Multiplies numbers in registers so many times; returns the operations done (a multiply-add is two).
 using Multiply = double (*)(int64_t num_times);
 
+// Twelve sums hide the latency of an instruction on both ports. `asm` keeps each in its register: compilers of 2022
+// spill the sums of dp intrinsics.
+#define SAGE_TWELVE(one) \
+  one(0) one(1) one(2) one(3) one(4) one(5) one(6) one(7) one(8) one(9) one(10) one(11)
+
+double multiply_f32(int64_t num_times) {
+#if defined(__AVX512F__)
+  const __m512 ones = _mm512_setzero_ps();
+#define SAGE_DECLARE(i) __m512 sum##i = _mm512_setzero_ps();
+#else
+  const __m256 ones = _mm256_setzero_ps();
+#define SAGE_DECLARE(i) __m256 sum##i = _mm256_setzero_ps();
+#endif
+#define SAGE_MULTIPLY(i) asm volatile("vfmadd231ps %1, %1, %0" : "+v"(sum##i) : "v"(ones));
+  SAGE_TWELVE(SAGE_DECLARE)
+  for (int64_t i = 0; i < num_times; ++i) {
+    SAGE_TWELVE(SAGE_MULTIPLY)
+  }
+#undef SAGE_DECLARE
+#undef SAGE_MULTIPLY
+  return static_cast<double>(num_times) * 12 * (2 * sizeof(ones) / sizeof(float));
+}
+
 #if defined(__AMX_TILE__)
 
 struct alignas(64) TileShapes {
@@ -175,11 +198,6 @@ double multiply_int8(int64_t num_times) {
 
 bool may_use_tiles() { return true; }
 
-// Twelve sums hide the latency of an instruction on both ports. `asm` keeps each in its register: compilers of 2022
-// spill the sums of dp intrinsics.
-#define SAGE_TWELVE(one) \
-  one(0) one(1) one(2) one(3) one(4) one(5) one(6) one(7) one(8) one(9) one(10) one(11)
-
 double multiply_bf16(int64_t num_times) {
   const __m512i ones = _mm512_setzero_si512();
 #define SAGE_DECLARE(i) __m512 sum##i = _mm512_setzero_ps();
@@ -203,7 +221,6 @@ double multiply_int8(int64_t num_times) {
   }
 #undef SAGE_DECLARE
 #undef SAGE_MULTIPLY
-#undef SAGE_TWELVE
   return static_cast<double>(num_times) * 12 * (2 * 64);
 }
 
@@ -211,22 +228,8 @@ double multiply_int8(int64_t num_times) {
 
 bool may_use_tiles() { return true; }
 
-#define SAGE_TWELVE(one) \
-  one(0) one(1) one(2) one(3) one(4) one(5) one(6) one(7) one(8) one(9) one(10) one(11)
-
 // Without bf16 instructions, products of bf16 run as float32.
-double multiply_bf16(int64_t num_times) {
-  const __m256 ones = _mm256_setzero_ps();
-#define SAGE_DECLARE(i) __m256 sum##i = _mm256_setzero_ps();
-#define SAGE_MULTIPLY(i) asm volatile("vfmadd231ps %1, %1, %0" : "+x"(sum##i) : "x"(ones));
-  SAGE_TWELVE(SAGE_DECLARE)
-  for (int64_t i = 0; i < num_times; ++i) {
-    SAGE_TWELVE(SAGE_MULTIPLY)
-  }
-#undef SAGE_DECLARE
-#undef SAGE_MULTIPLY
-  return static_cast<double>(num_times) * 12 * (2 * 8);
-}
+constexpr Multiply multiply_bf16 = multiply_f32;
 
 // Bytes in pairs to 16 bits, pairs of these to 32, and a sum.
 double multiply_int8(int64_t num_times) {
@@ -243,14 +246,16 @@ double multiply_int8(int64_t num_times) {
   }
 #undef SAGE_DECLARE
 #undef SAGE_MULTIPLY
-#undef SAGE_TWELVE
   return static_cast<double>(num_times) * 12 * (2 * 32);
 }
 
 #endif
 
+#undef SAGE_TWELVE
+
 Multiply multiply_of(int32_t kind) {
   if (kind == SAGE_RATE_BF16) return multiply_bf16;
+  if (kind == SAGE_RATE_F32) return multiply_f32;
   return kind == SAGE_RATE_INT8 ? multiply_int8 : nullptr;
 }
 

@@ -6,7 +6,7 @@
 
 extern "C" {
 
-enum { SAGE_RATE_BF16 = 0, SAGE_RATE_INT8 = 1 };
+enum { SAGE_RATE_BF16 = 0, SAGE_RATE_INT8 = 1, SAGE_RATE_F32 = 2 };
 
 // Bytes read per second by all threads, the best of five rounds over `bytes` (rounded down to 4 MiB), more rounds
 // until `seconds` have passed: widest loads, with and without software prefetch, whichever is faster.

@@ -79,7 +79,12 @@ void sage_set_kv(SageHandle* handle, const SageKV* kv) {
 
 void sage_beat_with(SageHandle* handle, void (*beat)(void)) { handle->model.beat_with(beat); }
 
-void sage_time_into(SageHandle* handle, int64_t* phase_ns) { handle->model.time_into(phase_ns); }
+void sage_time_operations(SageHandle* handle, int32_t is_timed) { handle->model.time_operations(is_timed != 0); }
+
+int64_t sage_laps(const SageHandle* handle, const SageLap** laps) {
+  *laps = handle->model.laps().data();
+  return handle->model.laps().size();
+}
 
 int sage_step(SageHandle* handle, const SageStep* step) {
   try {

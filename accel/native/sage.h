@@ -86,11 +86,16 @@ typedef struct {
   int32_t num_threads;
 } SageStep;
 
-// Where a step's time goes, in nanoseconds, summed over steps.
+// The operations of a step.
 enum {
   SAGE_EMBED, SAGE_NORM, SAGE_QKV, SAGE_ROPE, SAGE_ATTEND, SAGE_OUTPUT, SAGE_GATE_UP, SAGE_DOWN, SAGE_HEAD,
-  SAGE_NUM_PHASES
+  SAGE_BEGIN  // no operation: when the first one began
 };
+
+// An operation, and when it ended by CLOCK_MONOTONIC; it began where the one before it ended.
+typedef struct {
+  int64_t operation, end_ns;
+} SageLap;
 
 // The variant that this library was built as, and 0 if the processor and the kernel let it run (else an errno).
 SAGE_API const char* sage_variant(void);
@@ -161,8 +166,10 @@ SAGE_API void sage_destroy(SageHandle*);
 SAGE_API void sage_set_kv(SageHandle*, const SageKV*);
 // A function that steps call between layers, at most ten times per second; null: none.
 SAGE_API void sage_beat_with(SageHandle*, void (*beat)(void));
-// SAGE_NUM_PHASES sums that steps add to; null: none.
-SAGE_API void sage_time_into(SageHandle*, int64_t* phase_ns);
+// Has later steps take the time of each operation. `sage_laps` returns how many the last step has, which are kept until
+// the next one; they begin with SAGE_BEGIN.
+SAGE_API void sage_time_operations(SageHandle*, int32_t is_timed);
+SAGE_API int64_t sage_laps(const SageHandle*, const SageLap** laps);
 // SAGE_OK, or ENOMEM if there is no memory for the activations: then nothing was computed.
 SAGE_API int sage_step(SageHandle*, const SageStep*);
 SAGE_API int64_t sage_activation_bytes(const SageHandle*);

@@ -22,6 +22,7 @@ namespace {
 // weights once per tile costs little beside multiplying by them.
 constexpr int64_t kTileRows = 512;
 constexpr int64_t kAlignment = 64;
+constexpr int64_t kMostLaps = 14;  // of a layer on a tile, if q, k, v, gate and up are products of their own
 constexpr int64_t kBeatInterval = 100'000'000;  // ns: a beat may have to wait for an interpreter's lock
 
 int64_t now_ns() {
@@ -140,9 +141,9 @@ class Walk {
  public:
   Walk(Model& model, const SageStep& step, const Tiles& tiles, const Activations& at, Team& team)
       : model_(model), table_(model.table_), step_(step), tiles_(tiles), at_(at), team_(team),
-        times_(team.rank() == 0 ? model.phase_ns_ : nullptr), row_(at.rows + 2 * team.rank() * row_floats(model)),
-        changed_(row_ + row_floats(model)) {
-    if (times_ != nullptr) began_ns_ = now_ns();
+        laps_(team.rank() == 0 && model.is_timed_ ? &model.laps_ : nullptr),
+        row_(at.rows + 2 * team.rank() * row_floats(model)), changed_(row_ + row_floats(model)) {
+    end_of(SAGE_BEGIN);
   }
 
   static int64_t row_floats(const Model& model) {
@@ -173,11 +174,8 @@ class Walk {
     model_.beat_();
   }
 
-  void end_of(int phase) {
-    if (times_ == nullptr) return;
-    const int64_t now = now_ns();
-    times_[phase] += now - began_ns_;
-    began_ns_ = now;
+  void end_of(int operation) {
+    if (laps_ != nullptr) laps_->push_back({operation, now_ns()});
   }
 
   void embed() {
@@ -278,10 +276,10 @@ class Walk {
   }
 
   void multiply_normed(const SageLinear& linear, const SageNorm& norm, const float* x, int64_t rows, float* out,
-                       int64_t stride, int phase) {
+                       int64_t stride, int operation) {
     const Input input = normed_input(linear, norm, x, rows);
     multiply(team_, as_weight(linear), input, Into::store, out, stride);
-    end_of(phase);
+    end_of(operation);
   }
 
   // silu(gate) * up, which are two products.
@@ -318,11 +316,11 @@ class Walk {
   }
 
   // Adds the product of `x`, `stride` floats from row to row, to the residual.
-  void add_product(const SageLinear& linear, const float* x, int64_t stride, int64_t rows, float* residual, int phase) {
+  void add_product(const SageLinear& linear, const float* x, int64_t stride, int64_t rows, float* residual, int operation) {
     const Input input = input_of(linear, rows);
     set_inputs(linear, input, x, stride);
     multiply(team_, as_weight(linear), input, Into::add, residual, row_stride(linear.n));
-    end_of(phase);
+    end_of(operation);
   }
 
   // Norms and rotates queries and keys, and writes the tile's KV. One piece of work is a token's KV head with the
@@ -403,9 +401,8 @@ class Walk {
   const Tiles& tiles_;
   const Activations& at_;
   Team& team_;
-  int64_t* times_;  // rank 0 alone measures, from barrier to barrier
+  std::vector<SageLap>* laps_;  // rank 0 alone measures, from barrier to barrier; with room for all
   float *row_, *changed_;
-  int64_t began_ns_ = 0;
 };
 
 namespace {
@@ -500,6 +497,8 @@ void Model::step(const SageStep& step) {
   place(sizes, needs, table_, step, tile_rows, row_floats);
   Layout layout(scratch_.take(sizes.used()));
   const Activations at = place(layout, needs, table_, step, tile_rows, row_floats);
+  laps_.clear();
+  if (is_timed_) laps_.reserve(3 + kMostLaps * layers_.size() * tiles.tiles().size());
   run_team(step.num_threads, [&](Team& team) { Walk(*this, step, tiles, at, team).run(); });
 }
 

@@ -34,7 +34,8 @@ class Model {
 
   void set_kv(const KV& kv) { kv_ = kv; }
   void beat_with(void (*beat)()) { beat_ = beat; }
-  void time_into(int64_t* phase_ns) { phase_ns_ = phase_ns; }
+  void time_operations(bool is_timed) { is_timed_ = is_timed; }
+  const std::vector<SageLap>& laps() const { return laps_; }
   int64_t activation_bytes() const { return scratch_.num_bytes(); }
 
   void step(const SageStep&);
@@ -47,7 +48,8 @@ class Model {
   KV kv_{};
   void (*beat_)() = nullptr;
   int64_t last_beat_ns_ = 0;
-  int64_t* phase_ns_ = nullptr;
+  bool is_timed_ = false;
+  std::vector<SageLap> laps_;  // of the last step, if it was timed
   Scratch scratch_;
 };
 

@@ -29,6 +29,7 @@ def test_every_variant_measures_plausible_rates(variant):
     assert 1e8 < limits.read_bandwidth(1 << 24, 2) < 1e13
     assert 1e9 < limits.matrix_rate("bfloat16", 1) < 1e14
     assert limits.matrix_rate("int8", 1) > 1.2 * limits.matrix_rate("bfloat16", 1)
+    assert 1e9 < limits.matrix_rate("float32", 1) < 1.3 * limits.matrix_rate("bfloat16", 1)
 
 
 def test_what_makes_no_sense_is_not_measured():

@@ -24,6 +24,19 @@ def events(path, *phases):
     return [event for event in load(path) if event["ph"] in phases]
 
 
+def test_a_past_span_has_its_own_time(tmp_path):
+    clock = VirtualClock()
+    path = tmp_path / "trace.json"
+    with ChromeTraceWriter(path, clock) as trace, trace.span("forward"):
+        clock.advance_ns(5_000)
+        trace.past_span("qkv", clock.now_ns() - 3_001, clock.now_ns() - 1_000)
+    (event,) = events(path, "X")
+    assert (event["name"], event["ts"], event["dur"]) == ("qkv", Decimal("1.999"), Decimal("2.001"))
+    (begun,), (ended,) = events(path, "B"), events(path, "E")
+    assert begun["ts"] < event["ts"] < event["ts"] + event["dur"] < ended["ts"]
+    assert begun["tid"] == event["tid"]
+
+
 def check_balance(trace):
     """Every thread's spans nest, and each one that begins ends. Returns how many there were."""
     open_spans, num_spans = {}, 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import native_decoders as decoders
 import numpy as np
@@ -451,20 +453,71 @@ def test_steps_report_progress(best):
     assert len(beats) <= 1 + 10 * (time.monotonic() - begun_s), "at most ten per second"
 
 
-def test_metrics_count_tokens_weights_and_the_time_of_each_phase(best):
+def test_metrics_count_tokens_and_weights(best):
     decoder = make_decoder(VARIETIES["own head"])
-    backend = make(decoder, times_phases=True)
+    backend = make(decoder)
     in_pieces(backend, [20])
     metrics = backend.metrics()
     assert (metrics.num_steps, metrics.num_tokens) == (2, len(IDS))
-    assert set(metrics.details) == {f"{name}_ns" for name in
-        ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")}  # fmt: skip
-    assert 0 < sum(metrics.details.values()) <= metrics.total_ns
     size = backend.model_metrics()
     assert size.num_parameters == sum(value.size for value in decoder.weights.values())
     assert size.weight_bytes >= 4 * size.num_parameters
-    assert make(decoder).metrics().details == {}
     assert Shard() == WHOLE
+
+
+LAYER = ["norm", "qkv", "rope", "attend", "output", "norm", "gate_up", "down"]
+
+
+@pytest.mark.parametrize("fusions", [FUSIONS, ()])
+def test_the_operations_of_a_step_follow_each_other_inside_it(best, fusions):
+    decoder = make_decoder(VARIETIES["own head"])
+    backend, taken = make(decoder, fusions=fusions), []
+    batch = make_batch([Piece(IDS, BLOCKS, 0, 20)])
+    expected = backend.forward(batch)
+    backend.report_operations(taken.append)
+    begun_ns = time.perf_counter_ns()
+    assert torch.equal(backend.forward(batch), expected)
+    assert len(taken) == 1
+    operations, took_ns = taken[0], time.perf_counter_ns() - begun_ns
+    layer = LAYER if fusions else [*["norm", "qkv"] * 3, *LAYER[2:5], *["norm", "gate_up"] * 2, "down"]
+    num_layers = decoder.spec.geometry.num_layers
+    assert [each.operation for each in operations] == ["embed", *layer * num_layers, "head"]
+    ends = [begun_ns, *(each.end_ns for each in operations), begun_ns + took_ns]
+    assert ends == sorted(ends)
+    assert all(each.start_ns == before.end_ns for before, each in pairwise(operations))
+
+
+def test_operations_are_timed_on_each_tile_of_a_long_step(best):
+    decoder, taken = make_decoder(VARIETIES["qwen3"]), []
+    backend = make(decoder, fusions=())
+    backend.report_operations(taken.append)
+    backend.forward(make_batch([Piece(IDS, BLOCKS, 0, 9)] * 120))  # 1,080 tokens: three tiles
+    counted = Counter(each.operation for each in taken[0])
+    num_layers = decoder.spec.geometry.num_layers
+    assert counted["attend"] == counted["down"] == 3 * num_layers
+    assert counted["qkv"] == 9 * num_layers
+
+
+def test_the_weights_of_each_operation_are_known(best):
+    decoder = make_decoder(VARIETIES["own head"])
+    sizes = decoder.spec.geometry
+    found = make(decoder).model_metrics().operations
+    query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    hidden, inner, layers = sizes.hidden_size, sizes.intermediate_size, sizes.num_layers
+    least = {
+        "qkv": layers * hidden * (query + 2 * kv),
+        "output": layers * query * hidden,
+        "gate_up": layers * 2 * hidden * inner,
+        "down": layers * inner * hidden,
+        "head": sizes.vocab_size * hidden,
+    }
+    assert found.keys() == least.keys()
+    for name, num_parameters in least.items():  # matrices are padded to whole tiles
+        assert 4 * num_parameters <= found[name].num_bytes < 8 * num_parameters + 2**16
+        assert found[name].dtype == "float32"
+    integers = make(decoder, quantizer=Int8Quantizer(Int8Quantizer.default_config)).model_metrics()
+    assert {each.dtype for each in integers.operations.values()} == {"int8"}
+    assert integers.operations["down"].num_bytes < found["down"].num_bytes
 
 
 def resident_bytes(memory: np.ndarray) -> int:

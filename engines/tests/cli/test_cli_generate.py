@@ -15,6 +15,8 @@ import sagellm.engines
 from sagellm.engines import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from sagellm.engines.cli.generated import TextPrinter
 from sagellm.engines.loading.tokenizer import load_tokenizer
+from sagellm.engines.metrics.limits import Rate
+from sagellm.engines.metrics.profile import ProfileLimits
 from sagellm.engines.progress import _PlainLines
 from sagellm.engines.text import ChatTemplate
 from sagellm.testing.patience import PATIENCE_S
@@ -30,6 +32,13 @@ class FakeEngine:
     pause = staticmethod(lambda: None)  # before each step
     chat_template = ChatTemplate(None)
     default_params = SamplingParams(temperature=0.6, top_k=11)
+    profile = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
 
     def __init__(self, config):
         self.config = config
@@ -485,3 +494,20 @@ def test_a_number_out_of_the_range_of_requests_is_told_before_loading(
     result = sage("llm", *command, flag, value)
     assert (result.code, result.err) == (2, f"Error: {told}\n")
     assert engine == []
+
+
+def test_a_profile_is_printed_and_is_the_last_line_of_the_json(sage, checkpoint, monkeypatch):
+    limits = ProfileLimits(read=Rate(1e10, "stated"), peaks={"float32": Rate(1e12, "stated too")})
+    monkeypatch.setattr("sagellm.engines.profiling.measured_limits", lambda model, device: limits)
+    run = ("llm", "generate", "one two", "--model", checkpoint, *REAL, "--ignore-eos", "--profile")
+    result = sage(*run)
+    assert result.code == 0
+    assert result.err.index("TOKENS/S") < result.err.index("OPERATION")
+    answer, last = sage(*run, "--json").json_lines
+    assert "outputs" in answer
+    decode, prefill = last["profile"]["steps"]
+    assert (decode["kind"], decode["num_steps"], prefill["kind"]) == ("decode", 7, "prefill")
+    names = [part["name"] for part in decode["parts"]]
+    assert names[:3] == ["schedule", "prepare", "embed"]
+    assert names[-3:] == ["sample", "advance", "rest"]
+    assert last["profile"]["limits"]["read"] == {"per_s": 1e10, "source": "stated"}

@@ -103,6 +103,9 @@ class LinearMethod(Product):
     one and use its product: an adapter adds to it, a shard sums it over ranks.
     """
 
+    multiplies_in: torch.dtype | None = None
+    """The number format of the factors; None: the model's."""
+
     @abstractmethod
     def create(self, linear: FusedLinear, shard: Shard, dtype: torch.dtype) -> None:
         """Prepare for parts whose outputs lie side by side, such as query, key and value."""

@@ -7,8 +7,8 @@ from typing import Literal
 from sagellm.accel.native.library import NativeLibrary, best_or_named
 from sagellm.core import UnsupportedModelError
 
-NumberKind = Literal["bfloat16", "int8"]
-_KINDS: dict[NumberKind, int] = {"bfloat16": 0, "int8": 1}
+NumberKind = Literal["bfloat16", "int8", "float32"]
+_KINDS: dict[NumberKind, int] = {"bfloat16": 0, "int8": 1, "float32": 2}
 _RATE_S = 0.5
 
 

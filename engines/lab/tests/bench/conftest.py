@@ -25,7 +25,7 @@ KEY = "open sesame"
 @pytest.fixture(autouse=True)
 def _read_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure the read bandwidth in a moment: no test looks at the figure."""
-    monkeypatch.setattr("sagellm.lab.bench.roofline.READ_BYTES", 1 << 20)
+    monkeypatch.setattr("sagellm.engines.metrics.limits.READ_BYTES", 1 << 20)
 
 
 class StatedRates:
@@ -34,7 +34,7 @@ class StatedRates:
     variant = "amx"
 
     def matrix_rate(self, kind: str, num_threads: int) -> float:
-        return {"bfloat16": 2e12, "int8": 4e12}[kind]
+        return {"bfloat16": 2e12, "int8": 4e12, "float32": 5e11}[kind]
 
     def read_bandwidth(self, num_bytes: int, num_threads: int) -> float:
         return 1e10
@@ -44,10 +44,10 @@ class StatedRates:
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose rates are stated and not measured; torch multiplies float32 and FP8 best."""
     rates = {"float32": 1e11, "bfloat16": 5e10, "float8_e4m3fn": 3e11}
-    monkeypatch.setattr("sagellm.accel.machine_limits.native_limits", StatedRates)
+    monkeypatch.setattr("sagellm.engines.metrics.limits.native_limits", StatedRates)
     monkeypatch.setattr(
-        "sagellm.lab.bench.roofline._gemm_rate",
-        lambda device, dtype, *size: rates[str(dtype).removeprefix("torch.")],
+        "sagellm.engines.metrics.limits._gemm_rate",
+        lambda device, dtype, *size: rates[dtype],
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from sagellm.core import ConfigError
 from sagellm.engines.cli import main
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.engines.metrics.limits import Limits as MachineLimits
 from sagellm.engines.worker.work import WorkMetrics
 from sagellm.lab.bench import benchmark
 from sagellm.lab.bench.benchmark import (
@@ -26,7 +27,6 @@ from sagellm.lab.bench.contest import Contest
 from sagellm.lab.bench.errors import BenchmarkError
 from sagellm.lab.bench.readings import Reading, ServerReader, kv_use, page_values
 from sagellm.lab.bench.results import request_rows
-from sagellm.lab.bench.roofline import Limits as MachineLimits
 from sagellm.lab.bench.sessions import Phase
 from sagellm.lab.bench.workloads import WorkloadSettings
 
@@ -154,7 +154,7 @@ def test_without_an_engine_of_ours_no_machine_is_measured(fake_server):
 
 def test_an_mfu_above_1_is_told_as_an_error_and_not_cut(own_engine, monkeypatch, capsys):
     limits = MachineLimits(peak_flops_per_s=1e12, read_bandwidth_bytes_per_s=1e10, peak_source="a test's")
-    monkeypatch.setattr("sagellm.lab.bench.roofline.engine_limits", lambda config: limits)
+    monkeypatch.setattr("sagellm.engines.metrics.limits.engine_limits", lambda config: limits)
     load = ("--duration", "0.2", "--rate", "30", "--max-len", "400", "--vocab-size", "100")
     with pytest.raises(SystemExit, match="0"):
         main(["llm", "benchmark", *load, "--json"])

@@ -20,7 +20,7 @@ SHORT = ("--input-len", "8", "--output-len", "3")
 @pytest.fixture(autouse=True)
 def _read_little(monkeypatch):
     """Measure the read bandwidth in a moment: no test looks at the figure."""
-    monkeypatch.setattr("sagellm.lab.bench.roofline.READ_BYTES", 1 << 20)
+    monkeypatch.setattr("sagellm.engines.metrics.limits.READ_BYTES", 1 << 20)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -169,6 +169,29 @@ def test_throughput_of_a_small_model(sage, checkpoint, tmp_path):
     assert result.json["engine"]["start_s"] > 0
     assert result.json["machine"]["torch_threads"] >= 1
     assert json.loads((tmp_path / "t.json").read_text()) == result.json
+
+
+@pytest.mark.parametrize("command", ["throughput", "latency"])
+def test_a_profile_is_part_of_the_result_without_what_warmed_up(sage, checkpoint, command):
+    run = (
+        "--model",
+        checkpoint,
+        *REAL,
+        "--input-len",
+        "12",
+        "--output-len",
+        "3",
+        "--warmup",
+        "2",
+        "--profile",
+    )
+    size = ("--num-prompts", "3") if command == "throughput" else ("--batch-size", "3", "--repeats", "1")
+    result = sage("llm", "bench", command, *run, *size, "--json")
+    assert result.code == 0, result.err
+    decode, prefill = result.json["profile"]["steps"]
+    assert (decode["kind"], decode["num_steps"], decode["num_tokens"]) == ("decode", 2, 3)
+    assert (prefill["kind"], prefill["num_steps"], prefill["num_tokens"]) == ("prefill", 1, 36)
+    assert result.err.count("OPERATION") == 2
 
 
 @pytest.mark.parametrize("command", ["throughput", "latency"])

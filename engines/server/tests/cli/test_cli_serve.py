@@ -45,10 +45,10 @@ def port() -> Iterator[int]:
         yield port
 
 
-def serve(environment, checkpoint, port) -> Iterator[subprocess.Popen[str]]:
+def serve(environment, checkpoint, port, *flags) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "serve", str(checkpoint)]
     command += ["--port", str(port), "--num-blocks", "512", "--dtype", "float32", "--log-level", "INFO"]
-    command += ["--shutdown-timeout", "3600"]
+    command += ["--shutdown-timeout", "3600", *flags]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     yield process
     if process.poll() is None:
@@ -349,3 +349,15 @@ def test_a_signal_while_the_model_loads_ends_it(serving, environment):
     serving.wait(PATIENCE_S)
     assert os.listdir(entries) == []
     assert "Traceback" not in serving.stderr.read()
+
+
+@pytest.mark.full  # it measures the machine's limits, twice
+def test_a_profiled_server_prints_where_time_went_when_it_ends(environment, checkpoint, port):
+    for process in serve(environment, checkpoint, port, "--profile"):
+        wait_until_ready(process, port)
+        assert list(stream(port, 4))
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0
+        assert "decode: 3 steps; mean of one: 1.0 sequences, 1.0 new tokens" in told
+        assert told.count("OPERATION") == 2

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from sagellm.core import PluginRegistry, Runtime
     from sagellm.engines.beam_search import BeamSearchOutput, BeamSearchParams
     from sagellm.engines.engine_core.explanation import RequestExplanation
+    from sagellm.engines.profiling import StepProfile
     from sagellm.engines.worker.execution_graph import ExecutionGraph
 
 
@@ -306,6 +307,13 @@ class LLMEngine:
     def metrics(self) -> EngineMetrics:
         """Return a snapshot of the engine and its modules."""
         return self.client.metrics()
+
+    @property
+    def profile(self) -> StepProfile | None:
+        """What the time of all steps so far is spent on, if the setting `profile` asks for it."""
+        from sagellm.engines.engine_core.core import EngineCore
+
+        return self.client.core.profile if isinstance(self.client.core, EngineCore) else None
 
     def explain(self, request_id: str | None = None) -> RequestExplanation:
         """Say what the scheduler decided about a request, by its id or a unique prefix; None: the latest.

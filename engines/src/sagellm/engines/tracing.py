@@ -35,6 +35,10 @@ class TraceWriter(ABC):
         """Return a context manager whose start and end are two events of the thread that enters it."""
 
     @abstractmethod
+    def past_span(self, name: str, start_ns: int, end_ns: int) -> None:
+        """Note what the calling thread has done inside its open span, by the clock's nanoseconds."""
+
+    @abstractmethod
     def instant(self, name: str, /, **args: TraceValue) -> None:
         """Mark a moment of the calling thread."""
 
@@ -70,6 +74,9 @@ class NullTrace(TraceWriter):
         """Return a context manager that does nothing."""
         return nullcontext()
 
+    def past_span(self, name: str, start_ns: int, end_ns: int) -> None:
+        """Record nothing."""
+
     def instant(self, name: str, /, **args: TraceValue) -> None:
         """Record nothing."""
 
@@ -96,8 +103,8 @@ class ChromeTraceWriter(TraceWriter):
     """Streams events to a file (mode 0600) as a JSON array, one event per line.
 
     The timestamp is taken under the lock that orders the lines, so that the file is in order of
-    time. Timestamps are microseconds since the writer was made, with three decimals computed
-    from whole nanoseconds: no float rounds them, however long the run. At most `buffer_bytes`
+    time but for past spans. Timestamps are microseconds since the writer was made, with three decimals
+    computed from whole nanoseconds: no float rounds them, however long the run. At most `buffer_bytes`
     and the names of open spans are held in memory. The array is complete after every write, so the file
     opens whenever the process ends. If the disk fails or is full, a warning is logged, and the trace ends
     with the last event that was written whole. A pipe or a device gets the events as they come, and the end
@@ -135,6 +142,10 @@ class ChromeTraceWriter(TraceWriter):
     def span(self, name: str, /, **args: TraceValue) -> AbstractContextManager[object]:
         """Return a context manager that writes a "B" event when entered and an "E" event when left."""
         return _Span(self, name, args)
+
+    def past_span(self, name: str, start_ns: int, end_ns: int) -> None:
+        """Write an "X" event of the calling thread."""
+        self._emit("X", name, {}, at_ns=start_ns, duration_ns=end_ns - start_ns)
 
     def instant(self, name: str, /, **args: TraceValue) -> None:
         """Write an "i" event of the calling thread."""
@@ -175,11 +186,21 @@ class ChromeTraceWriter(TraceWriter):
             self._write()
             self._stop()
 
-    def _emit(
-        self, phase: str, name: str, args: Mapping[str, TraceValue], thread_id: int = 0, async_id: str = ""
+    def _emit(  # noqa: PLR0913
+        self,
+        phase: str,
+        name: str,
+        args: Mapping[str, TraceValue],
+        thread_id: int = 0,
+        async_id: str = "",
+        *,
+        at_ns: int | None = None,
+        duration_ns: int | None = None,
     ) -> int:
         """Write one event and return the thread that it belongs to; 0 is the calling one."""
         tail = f',"args":{_dump(args)}' if args else ""
+        if duration_ns is not None:
+            tail += f',"dur":{_microseconds(duration_ns)}'
         if async_id:
             tail += f',"cat":"request","id":{json.dumps(async_id)}'
         if phase == "i":
@@ -192,7 +213,7 @@ class ChromeTraceWriter(TraceWriter):
                 return thread_id
             if phase == "B":
                 self._open_spans.setdefault(thread_id, []).append(name)
-            self._append(phase, name, thread_id, tail)
+            self._append(phase, name, thread_id, tail, at_ns)
             if self._num_buffered >= self._buffer_bytes:
                 self._write()
             return thread_id
@@ -220,11 +241,11 @@ class ChromeTraceWriter(TraceWriter):
             self._append("M", "thread_name", thread.number, f',"args":{_dump({"name": name})}')
         return thread.number
 
-    def _append(self, phase: str, name: str, thread_id: int, tail: str) -> None:
-        elapsed_ns = self._clock.now_ns() - self._start_ns
+    def _append(self, phase: str, name: str, thread_id: int, tail: str, at_ns: int | None = None) -> None:
+        elapsed_ns = (self._clock.now_ns() if at_ns is None else at_ns) - self._start_ns
         line = (
             f'{self._separator}{{"ph":"{phase}","name":{json.dumps(name)},"pid":{self._pid},"tid":{thread_id},'
-            f'"ts":{elapsed_ns // 1000}.{elapsed_ns % 1000:03d}{tail}}}'
+            f'"ts":{_microseconds(elapsed_ns)}{tail}}}'
         )
         self._separator = _SEPARATOR.decode()
         self._lines.append(line)
@@ -301,6 +322,10 @@ class _Span:
     ) -> None:
         args = {"error": kind.__name__} if kind else {}
         self._writer._emit("E", self._name, args, self._thread_id)
+
+
+def _microseconds(duration_ns: int) -> str:
+    return f"{duration_ns // 1000}.{duration_ns % 1000:03d}"
 
 
 def _dump(args: Mapping[str, TraceValue]) -> str:

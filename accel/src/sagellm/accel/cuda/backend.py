@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +21,7 @@ from sagellm.accel.cuda.support import (
     on_device,
 )
 from sagellm.accel.cuda.transfers import BlockTransfers
+from sagellm.accel.operation_timer import OperationTimer
 from sagellm.core import (
     WHOLE,
     AttentionBackendProtocol,
@@ -37,6 +38,7 @@ from sagellm.core import (
     UnsupportedModelError,
     WeightSource,
 )
+from sagellm.core.protocols.forward import TimedOperation
 
 if TYPE_CHECKING:
     from sagellm.accel.cuda.decoder import StepTensors
@@ -107,6 +109,7 @@ class CudaForwardBackend(ForwardBackendProtocol):
         self._kv: PagedKV | None = None
         self._transfers: BlockTransfers | None = None
         self._graphs: DecodeGraphs | None = None
+        self._timer: OperationTimer | None = None
         self._metrics = CudaMetrics(weight_bytes=self._model.metrics.weight_bytes)
 
     @torch.inference_mode()
@@ -160,13 +163,26 @@ class CudaForwardBackend(ForwardBackendProtocol):
         kv = self._ready()
         started_ns = time.perf_counter_ns()
         with on_device(self._device):
-            logits = None if self._graphs is None else self._graphs.run(batch)
+            logits = None if self._graphs is None or self._timer is not None else self._graphs.run(batch)
             if logits is None:
-                logits = self._model.forward(self._step(batch), kv)
+                logits = self._launch(batch, kv)
         self._metrics.num_steps += 1
         self._metrics.num_tokens += len(batch.input_ids)
         self._metrics.total_ns += time.perf_counter_ns() - started_ns
         return logits
+
+    def _launch(self, batch: InputBatch, kv: PagedKV) -> torch.Tensor:
+        step, timer = self._step(batch), self._timer
+        if timer is None:
+            return self._model.forward(step, kv)
+        timer.begin()
+        logits = self._model.forward(step, kv, timer.end_of)
+        timer.finish()
+        return logits
+
+    def report_operations(self, take: Callable[[Sequence[TimedOperation]], None]) -> None:
+        """Have steps take the time of each operation: without graphs, and waiting for the device."""
+        self._timer = OperationTimer(self._device, take)
 
     def metrics(self) -> CudaMetrics:
         """Return the counts so far; `total_ns` is the time to launch, not to finish."""

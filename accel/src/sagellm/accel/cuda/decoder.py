@@ -21,6 +21,7 @@ from sagellm.accel.cuda.paged_kv import PagedKV
 from sagellm.accel.linear import LinearContext, PlainLinear, Product, WideRows
 from sagellm.accel.lowering import lower
 from sagellm.accel.model_loader import ModelLoader
+from sagellm.accel.operation_timer import EndOf, not_timed
 from sagellm.accel.rope_scaling import rope_frequencies
 from sagellm.accel.weights import WeightReader
 from sagellm.core import (
@@ -92,18 +93,22 @@ class CudaDecoder:
         self._norm = _norm(loader, decoder.norm)
         head = PlainLinear(device)
         self._head = head.adopt(self._embedding) if linears.is_tied else loader.linear(linears.head, head)
-        self.metrics = loader.metrics()
+        self.metrics = loader.metrics(linears)
 
     @torch.inference_mode()
-    def forward(self, step: StepTensors, kv: PagedKV) -> torch.Tensor:
+    def forward(self, step: StepTensors, kv: PagedKV, end_of: EndOf = not_timed) -> torch.Tensor:
         """Return float32 logits (logits rows, vocab), and store the KV of all rows."""
         residual = functional.embedding(step.input_ids, self._embedding)
+        end_of("embed")
         x: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             if step.hidden is not None:
                 step.hidden.take(index, residual, x)
             spec = layer.attention
-            qkv = layer.qkv.apply(add_and_normalise(x, residual, layer.input_norm), self._linears)
+            normalised = add_and_normalise(x, residual, layer.input_norm)
+            end_of("norm")
+            qkv = layer.qkv.apply(normalised, self._linears)
+            end_of("qkv")
             query = rotate_and_store(
                 qkv.view(len(qkv), -1, spec.head_dim),
                 step.positions,
@@ -114,18 +119,27 @@ class CudaDecoder:
                 self._rotation,
                 layer.head_norms,
             )
+            end_of("rope")
             attended = step.attention.run(query, kv, index, spec)
+            end_of("attend")
             x = layer.output.apply(attended.view(len(attended), -1), self._linears)
+            end_of("output")
             normalised = add_and_normalise(x, residual, layer.feed_forward_norm)
-            gate_up = layer.gate_up.apply(normalised, self._linears)
-            x = layer.down.apply(silu_and_mul(gate_up), self._linears)
+            end_of("norm")
+            hidden = silu_and_mul(layer.gate_up.apply(normalised, self._linears))
+            end_of("gate_up")
+            x = layer.down.apply(hidden, self._linears)
+            end_of("down")
         if step.hidden is not None:
             last = add_and_normalise(x, residual.clone(), self._norm)
             step.hidden.take(len(self._layers), last)
         if x is not None:
             x = x.index_select(0, step.wanted)
         last = add_and_normalise(x, residual.index_select(0, step.wanted), self._norm)
-        return self._head.apply(last, self._linears).float()
+        end_of("norm")
+        logits = self._head.apply(last, self._linears).float()
+        end_of("head")
+        return logits
 
 
 def _layer(loader: ModelLoader, layer: LayerSpec, linears: LayerLinears) -> Layer:

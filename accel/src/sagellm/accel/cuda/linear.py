@@ -19,6 +19,8 @@ class FP8Linear(QuantizedLinear):
     Rows of the input are rounded too, and get a scale each, when they come.
     """
 
+    multiplies_in = torch.float8_e4m3fn
+
     def create(self, linear: FusedLinear, shard: Shard, dtype: torch.dtype) -> None:
         """Allocate the weight as it is read. Raises UnsupportedModelError for sizes that do not align."""
         if any(size % _ALIGNMENT for size in linear.shape):

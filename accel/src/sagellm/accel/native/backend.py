@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
@@ -39,6 +40,7 @@ from sagellm.core import (
     get_logger,
 )
 from sagellm.core.protocols.attention import HiddenRows, HostBatch
+from sagellm.core.protocols.forward import TimedOperation
 
 if TYPE_CHECKING:
     import torch
@@ -56,11 +58,10 @@ class NativeForwardBackend(ForwardBackendProtocol):
     package's quantizers; between products, activations are float32. Each result of a sequence has the same
     bits whatever else is in the batch. Steps use torch's number of threads, or what that would be.
 
-    `variant` names a variant of the library (amx, avx512, avx2) instead of the fastest; with `times_phases`
-    metrics say where time goes. `ahead_fraction` is the share of the KV pool, from 0 to 1, that idle time may
-    allocate ahead of its use. `packed_cache` is a folder where weights are kept as they are packed, and
-    mapped from then on. `fusions` names the operations that are computed as one (`accel.fusion`); no result
-    depends on it.
+    `variant` names a variant of the library (amx, avx512, avx2) instead of the fastest. `ahead_fraction` is
+    the share of the KV pool, from 0 to 1, that idle time may allocate ahead of its use.
+    `packed_cache` is a folder where weights are kept as they are packed, and mapped from then on. `fusions`
+    names the operations that are computed as one (`accel.fusion`); no result depends on it.
     """
 
     device_types = frozenset({"cpu"})
@@ -101,7 +102,6 @@ class NativeForwardBackend(ForwardBackendProtocol):
         shard: Shard = WHOLE,
         packed_cache: str | None = None,
         variant: str | None = None,
-        times_phases: bool = False,
         ahead_fraction: float = 1 / 16,
         fusions: Sequence[str] = FUSIONS,
     ) -> None:
@@ -129,10 +129,7 @@ class NativeForwardBackend(ForwardBackendProtocol):
         self._ahead_fraction = ahead_fraction
         self._logits = ReusedMemory()
         self._metrics = ForwardMetrics()
-        self._phase_ns = (ctypes.c_int64 * len(structures.PHASES))()
-        if times_phases:
-            self._functions.sage_time_into(self._model.handle, self._phase_ns)
-        self._times_phases = times_phases
+        self._take_operations: Callable[[Sequence[TimedOperation]], None] | None = None
         self._beat = structures.Beat()
         logger.info("the native library runs as its variant %s", library.variant)
 
@@ -239,23 +236,36 @@ class NativeForwardBackend(ForwardBackendProtocol):
         self._metrics.num_steps += 1
         self._metrics.num_tokens += len(batch.input_ids)
         self._metrics.total_ns += time.perf_counter_ns() - started_ns
+        if self._take_operations is not None:
+            self._take_operations(self._operations())
         return logits
+
+    def _operations(self) -> list[TimedOperation]:
+        laps = ctypes.POINTER(ctypes.c_int64)()
+        count = self._functions.sage_laps(self._model.handle, ctypes.byref(laps))
+        operations, ends = np.ctypeslib.as_array(laps, (count, 2)).T.tolist()
+        return [
+            TimedOperation(structures.OPERATIONS[operation], start_ns, end_ns)
+            for operation, (start_ns, end_ns) in zip(operations[1:], pairwise(ends), strict=True)
+        ]
 
     def report_progress(self, beat: Callable[[], None]) -> None:
         """Have steps call `beat` between layers, ten times per second."""
         self._beat = structures.Beat(beat)  # kept: the library has its address alone
         self._functions.sage_beat_with(self._model.handle, self._beat)
 
+    def report_operations(self, take: Callable[[Sequence[TimedOperation]], None]) -> None:
+        """Have steps take the time of each operation, from barrier to barrier of their threads."""
+        self._take_operations = take
+        self._functions.sage_time_operations(self._model.handle, 1)
+
     def use_idle_time(self) -> bool:
         """Allocate KV that new prompts will write."""
         return self._kv is not None and self._kv_ahead.allocate_some()
 
     def metrics(self) -> ForwardMetrics:
-        """Return the counts so far, and the time of each phase if they are measured."""
-        if not self._times_phases:
-            return replace(self._metrics)
-        times = zip(structures.PHASES, self._phase_ns, strict=True)
-        return replace(self._metrics, details={f"{name}_ns": ns for name, ns in times})
+        """Return the counts so far."""
+        return replace(self._metrics)
 
     def model_metrics(self) -> ModelMetrics:
         """Return the size of the model."""

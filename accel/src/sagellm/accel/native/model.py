@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from weakref import finalize
@@ -25,6 +25,7 @@ from sagellm.accel.native.weights import (
     matrix_of,
     plain_matrix,
 )
+from sagellm.accel.operations import add_up
 from sagellm.core import (
     DecoderSpec,
     LayerSpec,
@@ -36,7 +37,11 @@ from sagellm.core import (
     TensorSpec,
     WeightSource,
 )
+from sagellm.core.protocols.forward import Operation
 from sagellm.core.protocols.model_spec import FusedLinear, LayerLinears, LinearPart
+
+_PRODUCTS = {WeightKind.BF16: "bfloat16", WeightKind.F32: "float32"}
+"""The number format of products; those of integers, of 4 bits too, are in int8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +54,12 @@ class LayerMatrices:
     down: Matrix
 
     @property
-    def all(self) -> tuple[Matrix, ...]:
-        """All of them."""
-        return (*self.qkv, self.output, *self.gate_up, self.down)
+    def by_operation(self) -> Iterator[tuple[Operation, Matrix]]:
+        """Yield all of them, each after the operation that multiplies by it."""
+        yield from (("qkv", each) for each in self.qkv)
+        yield "output", self.output
+        yield from (("gate_up", each) for each in self.gate_up)
+        yield "down", self.down
 
 
 class NativeModel:
@@ -78,7 +86,9 @@ class NativeModel:
         # int8 with any quantizer, as the head is the largest matrix of a small model.
         head = self._head(linears.head, is_tied=linears.is_tied).with_bits(8)
         codes = None if linears.is_tied else self._coded_embedding(decoder.embedding)
-        every = [head, *(matrix for layer in layers_of for matrix in layer.all), *([codes] if codes else [])]
+        linears_of: list[tuple[Operation, Matrix]] = [("head", head)]
+        linears_of += [each for layer in layers_of for each in layer.by_operation]
+        every = [*(matrix for _, matrix in linears_of), *([codes] if codes else [])]
         num_bytes = sum(aligned(bytes_of(self._functions, each)) for each in every)
         has_rows = not linears.is_tied and codes is None
         if has_rows and not is_used_as_stored(weights, decoder.embedding, self._kind):
@@ -112,7 +122,12 @@ class NativeModel:
         self.handle = self._functions.sage_create(ctypes.byref(table))
         finalize(self, self._functions.sage_destroy, self.handle)
         self.metrics = ModelMetrics(
-            num_parameters=self._packer.num_parameters, weight_bytes=self._packer.num_bytes
+            num_parameters=self._packer.num_parameters,
+            weight_bytes=self._packer.num_bytes,
+            operations=add_up(
+                (operation, bytes_of(self._functions, matrix), _PRODUCTS.get(matrix.kind, "int8"))
+                for operation, matrix in linears_of
+            ),
         )
         self._memory = self._packer.memory
         if cache is not None and packed is None:

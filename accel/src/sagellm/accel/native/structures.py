@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from typing import get_args
+
+from sagellm.core.protocols.forward import Operation
 
 _INT32, _INT64, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -106,7 +109,7 @@ class Draw(ctypes.Structure):
     ]
 
 
-PHASES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")
-"""What a step's time is spent on, in the order of the library's counters."""
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+"""The library numbers them in this order, in the laps of a step: (operation, end) as int64."""
 
 Beat = ctypes.CFUNCTYPE(None)

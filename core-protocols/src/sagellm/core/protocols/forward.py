@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from sagellm.core.errors import EngineError
 from sagellm.core.ids import BlockId
@@ -19,6 +19,21 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.model_spec import ModelSpec
 
 
+Operation = Literal["embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head"]
+"""What a forward pass does: the products of a layer by their weights (`output`: of attention), norms but
+those of heads, `rope` (with norms of heads and the KV that is stored), attention, look-ups, and the head.
+An operation that is computed as a part of another counts to that one.
+"""
+
+
+class TimedOperation(NamedTuple):
+    """When an operation of a step ran, by the clock of `time.perf_counter_ns`."""
+
+    operation: Operation
+    start_ns: int
+    end_ns: int
+
+
 @dataclass(kw_only=True)
 class ForwardMetrics:
     """Counts of what a backend has computed so far."""
@@ -26,15 +41,26 @@ class ForwardMetrics:
     num_steps: int = 0
     num_tokens: int = 0
     total_ns: int = 0
-    details: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationWeights:
+    """The weights that an operation reads in a step, and the number format that it multiplies in."""
+
+    num_bytes: int
+    dtype: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelMetrics:
-    """The memory that a model takes."""
+    """The memory that a model takes; and the weights of each operation, if they are known.
+
+    Of an embedding only the rows of a step's tokens are read: it has no bytes here, unless it is the head.
+    """
 
     num_parameters: int
     weight_bytes: int
+    operations: Mapping[Operation, OperationWeights] = field(default_factory=dict)
 
 
 class ForwardBackendProtocol(ABC):
@@ -113,6 +139,13 @@ class ForwardBackendProtocol(ABC):
 
         By default it does nothing: the attention backend that the factory was given calls `beat` itself, in
         each layer. Called at any time between two steps; the last call counts.
+        """
+
+    def report_operations(self, take: Callable[[Sequence[TimedOperation]], None]) -> None:  # noqa: B027
+        """Have each later `forward` call `take` once, before it returns, with its operations in order.
+
+        They do not overlap, and lie between the start of `forward` and the call. A device is waited for, and
+        steps may be launched otherwise than usual. By default it does nothing: only the whole is known then.
         """
 
     def use_idle_time(self) -> bool:

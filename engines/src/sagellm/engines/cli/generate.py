@@ -15,6 +15,7 @@ from sagellm.engines.cli.command import GroupedCommand
 from sagellm.engines.cli.engine_flags import ENGINE_FLAGS, MODEL_FLAG, ConfigFile
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.model import params_of, read_options, start_engine
+from sagellm.engines.cli.output import print_json_line
 from sagellm.engines.cli.sampling_flags import DEFAULT_MAX_TOKENS, SAMPLING_FLAGS
 from sagellm.engines.cli.streams import as_text
 from sagellm.engines.cli.structure_flags import STRUCTURE_FLAGS, split_structure
@@ -73,11 +74,13 @@ def generate(
     texts = _read_prompts(prompts)
     check_targets(emit_dot, overwrite=True)
 
-    engine = start_engine(engine_config)
-    params = params_of(engine, sampling)
-    asked = texts if raw or not engine.chat_template.exists else _as_users(engine, texts)
-    with _drawing(engine, emit_dot):
-        outputs = _run(engine, texts, asked, params, stream=stream and not as_json, as_json=as_json)
+    with start_engine(engine_config) as engine:
+        params = params_of(engine, sampling)
+        asked = texts if raw or not engine.chat_template.exists else _as_users(engine, texts)
+        with _drawing(engine, emit_dot):
+            outputs = _run(engine, texts, asked, params, stream=stream and not as_json, as_json=as_json)
+        if as_json and engine.profile is not None:
+            print_json_line({"profile": engine.profile.figures()})
     failed = [one.error for output in outputs for one in output.outputs if one.finish_reason == "error"]
     if failed:
         raise EngineError(f"{len(failed)} of {len(texts)} prompts failed: {failed[0]}")

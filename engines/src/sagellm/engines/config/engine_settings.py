@@ -101,6 +101,9 @@ class EngineSettings(TypedDict, total=False):
     """who compiles what structured outputs must match, by name"""
     trace: str | os.PathLike[str] | None
     """file for a trace of steps and requests in Chrome's format; an existing one is overwritten"""
+    profile: bool
+    """when the engine ends, print on standard error where the time of its steps went, by operation, and how
+    close each came to the machine's limits"""
     topology: str | Mapping[str, Any] | ProviderSpec
     """topology reader by name: finds out what this machine has"""
 

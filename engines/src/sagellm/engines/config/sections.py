@@ -424,6 +424,11 @@ class TraceConfig(Checked):
         description="file for a trace of steps and requests in Chrome's format; "
         "an existing one is overwritten",
     )
+    profile: bool = Field(
+        default=False,
+        description="when the engine ends, print on standard error where the time of its steps went, by "
+        "operation, and how close each came to the machine's limits",
+    )
 
 
 class CommConfig(Checked):

@@ -50,6 +50,7 @@ FLAT_NAMES: dict[str, str] = {
     "logits_processors": "sampling.logits_processors",
     "grammar_backend": "grammar.name",
     "trace": "trace.file",
+    "profile": "trace.profile",
     "topology": "comm.topology",
 }
 """Flat name of an engine's setting → dotted key of the schema, in the order of `--help`."""

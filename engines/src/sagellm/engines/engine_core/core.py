@@ -51,6 +51,7 @@ from sagellm.engines.tracing import NullTrace, TraceWriter
 from sagellm.engines.worker.execution_graph import ExecutionGraph
 
 if TYPE_CHECKING:
+    from sagellm.engines.profiling import StepProfile
     from sagellm.engines.worker.model_runner import ModelRunner
     from sagellm.engines.worker.worker import Worker
 
@@ -119,6 +120,7 @@ class EngineCore(EngineProtocol):
         self._seats = parts.kv.seats
         self._trace = parts.trace
         self._is_traced = not isinstance(parts.trace, NullTrace)
+        self.profile: StepProfile | None = None  # the trace, if it is one
         self._clock = parts.runtime.clock
         self._metrics = EngineMetrics()
         self._num_steps = self._num_idle_steps = 0

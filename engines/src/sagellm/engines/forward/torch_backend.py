@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from sagellm.accel.fusion import JOINS, check_fusions
+from sagellm.accel.operation_timer import OperationTimer
 from sagellm.accel.weights import WeightReader
 from sagellm.core import (
     WHOLE,
@@ -28,6 +29,7 @@ from sagellm.core import (
     UnsupportedModelError,
     WeightSource,
 )
+from sagellm.core.protocols.forward import TimedOperation
 from sagellm.core.protocols.model_spec import TRANSFORMERS_CLASS
 from sagellm.engines.forward.device_memory import zeroed
 from sagellm.engines.models.causal_lm import BuildContext, CausalLM
@@ -78,6 +80,7 @@ class TorchForwardBackend(ForwardBackendProtocol):
         self._group_of: list[int] = []  # of each layer
         self._bytes: torch.Tensor | None = None  # that of the first group: (blocks, bytes per block)
         self._metrics = ForwardMetrics()
+        self._timer: OperationTimer | None = None
 
     def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
         """Allocate one zeroed buffer for all blocks of a group and view it as its layout says.
@@ -152,12 +155,21 @@ class TorchForwardBackend(ForwardBackendProtocol):
         started_ns = time.perf_counter_ns()
         plans = [self._attention.plan(batch.of_group(group)) for group in range(len(self._kv))]
         of_layers = [plans[group] for group in self._group_of]
+        if self._timer is not None:
+            self._timer.begin()
         hidden = self._model.forward(batch, self._layers, self._attention, of_layers)
         logits = self._model.compute_logits(hidden.index_select(0, batch.logits_indices)).float()
+        if self._timer is not None:
+            self._timer.finish()
         self._metrics.num_steps += 1
         self._metrics.num_tokens += len(batch.input_ids)
         self._metrics.total_ns += time.perf_counter_ns() - started_ns
         return logits
+
+    def report_operations(self, take: Callable[[Sequence[TimedOperation]], None]) -> None:
+        """Have steps take the time of each operation of a decoder; on a GPU they wait for it."""
+        self._timer = OperationTimer(self._device, take)
+        self._model.time_operations(self._timer.end_of)
 
     def metrics(self) -> ForwardMetrics:
         """Return the counts so far. On a GPU `total_ns` is the time to launch, not to finish."""

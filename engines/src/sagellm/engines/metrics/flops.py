@@ -11,12 +11,19 @@ from sagellm.core.errors import InvalidInputError
 from sagellm.core.protocols.model_spec import ModelGeometry
 
 
+def qkv_flops(geometry: ModelGeometry) -> int:
+    """Projection of one token in one layer into q, k and v = 2·h·(q + 2·kv)."""
+    return 2 * geometry.hidden_size * (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
+
+
+def output_flops(geometry: ModelGeometry) -> int:
+    """Projection of one token's attention in one layer = 2·q·h."""
+    return 2 * geometry.num_heads * geometry.head_dim * geometry.hidden_size
+
+
 def projection_flops(geometry: ModelGeometry) -> int:
     """Projections of one token in one layer = 2·h·(q + 2·kv) + 2·q·h: into q, k, v and out again."""
-    hidden = geometry.hidden_size
-    query = geometry.num_heads * geometry.head_dim
-    key_value = geometry.num_kv_heads * geometry.head_dim
-    return 2 * hidden * (query + 2 * key_value) + 2 * query * hidden
+    return qkv_flops(geometry) + output_flops(geometry)
 
 
 def attention_flops(geometry: ModelGeometry, context_length: int) -> int:

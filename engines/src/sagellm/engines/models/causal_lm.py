@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sagellm.accel.fusion import JOINS
+from sagellm.accel.operation_timer import EndOf
 from sagellm.accel.weights import WeightReader
 from sagellm.core import (
     AttentionBackendProtocol,
@@ -55,6 +56,9 @@ class CausalLM(ABC):
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits (rows, vocab) for hidden states (rows, hidden)."""
+
+    def time_operations(self, end_of: EndOf) -> None:  # noqa: B027  (classes of transformers are one whole)
+        """Have later passes call `end_of` after each operation. By default nothing is told apart."""
 
     @abstractmethod
     def metrics(self) -> ModelMetrics:

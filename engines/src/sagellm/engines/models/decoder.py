@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sagellm.accel.linear import LinearContext, Product
+from sagellm.accel.operation_timer import EndOf, not_timed
 from sagellm.core import AttentionBackendProtocol, AttentionSpec, InputBatch, ModelMetrics
 from sagellm.engines.layers.activation import SiLUAndMul
 from sagellm.engines.layers.attention import Attention
@@ -18,7 +19,7 @@ from sagellm.engines.models.causal_lm import CausalLM
 class StepContext:
     """What all layers of one step share."""
 
-    __slots__ = ("attention", "kv", "linears", "plans", "tables")
+    __slots__ = ("attention", "end_of", "kv", "linears", "plans", "tables")
 
     def __init__(
         self,
@@ -27,12 +28,14 @@ class StepContext:
         plans: Sequence[object],
         tables: RotaryTables,
         linears: LinearContext,
+        end_of: EndOf,
     ) -> None:
         self.kv = kv  # of each layer: (blocks, 2, kv_heads, block_size, dim)
         self.attention = attention
         self.plans = plans  # of each layer
         self.tables = tables
         self.linears = linears
+        self.end_of = end_of
 
 
 class DecoderAttention:
@@ -58,14 +61,19 @@ class DecoderAttention:
         """Return (tokens, hidden) for (tokens, hidden)."""
         # (tokens, heads + 2 kv_heads, dim)
         qkv = self.qkv_proj.apply(hidden, step.linears).view(len(hidden), -1, self._head_dim)
+        step.end_of("qkv")
         turning = self._num_heads + self._num_kv_heads
         query_key, value = qkv[:, :turning], qkv[:, turning:]
         if self.qk_norm is not None:
             query_key = self.qk_norm(query_key)
         query_key = self.rotary.apply(query_key, step.tables)
+        step.end_of("rope")
         query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
         out = self.attention(query, key, value, step.kv, step.attention, step.plans)
-        return self.o_proj.apply(out.reshape(len(hidden), -1), step.linears)
+        step.end_of("attend")
+        out = self.o_proj.apply(out.reshape(len(hidden), -1), step.linears)
+        step.end_of("output")
+        return out
 
 
 class DecoderMLP:
@@ -75,9 +83,13 @@ class DecoderMLP:
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
         self._act = SiLUAndMul()
 
-    def __call__(self, hidden: torch.Tensor, ctx: LinearContext) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Return (tokens, hidden) for (tokens, hidden)."""
-        return self.down_proj.apply(self._act(self.gate_up_proj.apply(hidden, ctx)), ctx)
+        hidden = self._act(self.gate_up_proj.apply(hidden, step.linears))
+        step.end_of("gate_up")
+        hidden = self.down_proj.apply(hidden, step.linears)
+        step.end_of("down")
+        return hidden
 
 
 class DecoderLayer:
@@ -96,9 +108,11 @@ class DecoderLayer:
     def __call__(self, hidden: torch.Tensor, residual: torch.Tensor | None, step: StepContext) -> Normalised:
         """Return the layer's output, not yet added, and the residual it is to be added to."""
         hidden, residual = self.input_layernorm(hidden, residual)
+        step.end_of("norm")
         hidden = self.self_attn(hidden, step)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return Normalised(self.mlp(hidden, step.linears), residual)
+        step.end_of("norm")
+        return Normalised(self.mlp(hidden, step), residual)
 
 
 class DecoderModel:
@@ -117,11 +131,14 @@ class DecoderModel:
         attention: AttentionBackendProtocol,
         plans: Sequence[object],
         linears: LinearContext,
+        end_of: EndOf,
     ) -> torch.Tensor:
         """Return normalised hidden states (tokens, hidden); write those of `batch.hidden`."""
         hidden = torch.nn.functional.embedding(batch.input_ids, self.embed_tokens)
+        end_of("embed")
         tables = self.rotary.tables(batch.position_ids, max(batch.seq_lens), hidden.dtype)
-        step = StepContext(kv, attention, plans, tables, linears)
+        end_of("rope")
+        step = StepContext(kv, attention, plans, tables, linears, end_of)
         residual: torch.Tensor | None = None
         wanted = batch.hidden
         for index, layer in enumerate(self.layers):
@@ -129,6 +146,7 @@ class DecoderModel:
                 wanted.take(index, hidden, residual)
             hidden, residual = layer(hidden, residual, step)
         hidden = self.norm(hidden, residual).hidden
+        end_of("norm")
         if wanted is not None:
             wanted.take(len(self.layers), hidden)
         return hidden
@@ -145,6 +163,7 @@ class Decoder(CausalLM):
         metrics: ModelMetrics,
     ) -> None:
         self.model, self.lm_head, self._linears, self._metrics = model, lm_head, linears, metrics
+        self._end_of: EndOf = not_timed
 
     @torch.inference_mode()
     def forward(
@@ -156,13 +175,19 @@ class Decoder(CausalLM):
     ) -> torch.Tensor:
         """Return the last hidden states (tokens, hidden), normalised."""
         self._linears.wide_rows.plan(batch.query_lens)
-        return self.model(batch, kv, attention, plans, self._linears)
+        return self.model(batch, kv, attention, plans, self._linears, self._end_of)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits (rows, vocab) for hidden states (rows, hidden)."""
         self._linears.wide_rows.plan([len(hidden)])
-        return self.lm_head.apply(hidden, self._linears)
+        logits = self.lm_head.apply(hidden, self._linears)
+        self._end_of("head")
+        return logits
+
+    def time_operations(self, end_of: EndOf) -> None:
+        """Have later passes call `end_of` after each operation."""
+        self._end_of = end_of
 
     def metrics(self) -> ModelMetrics:
         """Return the size of the model."""

@@ -41,7 +41,7 @@ def build_decoder(spec: ModelSpec, context: BuildContext) -> Decoder:
     ]
     model = DecoderModel(embedding, layers, _norm(loader, decoder.norm), rotary)
     head = PlainLinear(device).adopt(embedding) if linears.is_tied else loader.linear(linears.head)
-    return Decoder(model, head, LinearContext(WideRows(dtype, device)), loader.metrics())
+    return Decoder(model, head, LinearContext(WideRows(dtype, device)), loader.metrics(linears))
 
 
 def _layer(

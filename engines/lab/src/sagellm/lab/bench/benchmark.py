@@ -21,7 +21,7 @@ from sagellm.lab.bench.workloads import WorkloadSettings, mean_turns
 
 if TYPE_CHECKING:
     from sagellm.engines.config.schema import EngineConfig
-    from sagellm.lab.bench.roofline import Limits as MachineLimits
+    from sagellm.engines.metrics.limits import Limits as MachineLimits
     from sagellm.server.remote.messages import Hello
 
 STEADY_SHARE = 0.6

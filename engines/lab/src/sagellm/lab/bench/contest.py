@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from sagellm.core import TraceRequest
 from sagellm.engines.metrics.latency import ttft_s
+from sagellm.engines.metrics.limits import Limits as MachineLimits
 from sagellm.lab.bench.driver import LoadDriver, LoadRun
 from sagellm.lab.bench.errors import BenchmarkError
 from sagellm.lab.bench.figures import ErrorCount, ServeFigures, Spread, serve_figures, spread_ms
 from sagellm.lab.bench.http_client import HTTPClient
 from sagellm.lab.bench.readings import KVUse, Reading, ServerWatch, kv_use, reader_of
-from sagellm.lab.bench.roofline import Limits as MachineLimits, RooflineFigures, roofline_figures
+from sagellm.lab.bench.roofline import RooflineFigures, roofline_figures
 from sagellm.lab.bench.served_model import find_model
 from sagellm.lab.bench.sessions import Phase
 from sagellm.lab.bench.settings import PATHS

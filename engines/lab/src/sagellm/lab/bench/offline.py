@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sagellm.core import ConfigError
 from sagellm.engines.metrics.cache import token_hit_rate
 from sagellm.engines.metrics.latency import itl_s, throughput, total_throughput
+from sagellm.engines.metrics.limits import Limits, engine_limits
 from sagellm.engines.progress import RequestShares, progress_bar
 from sagellm.lab.bench.errors import BenchmarkError
 from sagellm.lab.bench.figures import Spread, rates_of_tenths, spread
 from sagellm.lab.bench.prompts import PromptMaker, PromptSettings
-from sagellm.lab.bench.roofline import Limits, RooflineFigures, engine_limits, roofline_figures
+from sagellm.lab.bench.roofline import RooflineFigures, roofline_figures
 from sagellm.lab.traces.lengths import DEFAULT_INPUT, DEFAULT_OUTPUT, Lengths
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def measure_throughput(
     workload = _Workload(engine, settings)
     for _ in range(settings.warmup):
         workload.run(1)
+    _forget_steps(engine)
     before = engine.metrics().modules
     batch = workload.run(settings.num_prompts, progress=progress)
     after = engine.metrics().modules
@@ -160,6 +162,12 @@ def measure_throughput(
         output_tenths_tokens_per_s=spread(rates_of_tenths(batch.token_times_ns.values(), **clock)),
         **_reached(engine, before, after, batch.duration_s),
     )
+
+
+def _forget_steps(engine: LLMEngine) -> None:
+    """Leave what warmed up out of the profile, if there is one."""
+    if engine.profile is not None:
+        engine.profile.clear()
 
 
 def _reached(
@@ -195,6 +203,7 @@ def measure_latency(
         for _ in range(settings.warmup):
             workload.run(settings.num_prompts)
             advance(1)
+        _forget_steps(engine)
         before = engine.metrics().modules
         for _ in range(settings.repeats):
             batches.append(workload.run(settings.num_prompts))

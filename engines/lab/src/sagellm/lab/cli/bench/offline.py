@@ -68,11 +68,13 @@ def _measured(name: str, measure: Callable[..., Any], own: dict[str, Any], optio
         start_s = time.perf_counter() - started
         figures = measure(engine, settings, progress=True)
         memory = memory_figures(engine)
+        profile = {} if engine.profile is None else {"profile": engine.profile.figures()}
     return make_result(
         name,
         settings.shown() | {"engine": engine.config.values()},
         figures,
         engine={"start_s": start_s, **asdict(memory)},
+        **profile,
     )
 
 

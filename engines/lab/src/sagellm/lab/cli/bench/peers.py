@@ -66,9 +66,9 @@ def _peers(options: dict[str, Any]) -> Result:
     wait at a rate that all servers carry. Hit rates stand beside what a cache without limit would reach.
     """
     from sagellm.engines.cli.model import say_if_embedded
+    from sagellm.engines.metrics.limits import engine_limits
     from sagellm.lab.bench.benchmark import headline, measurement_errors, run_benchmark
     from sagellm.lab.bench.results import make_result, request_rows
-    from sagellm.lab.bench.roofline import engine_limits
 
     settings = _settings(options)
     config = engine_config(_in_our_words(options))
