@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import mmap
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -228,7 +229,9 @@ def cell(run: Callable[[], float], case: Case, kind: str, limits: Limits, second
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--variant", choices=VARIANTS, help="default: the fastest")
     parser.add_argument("--kinds", nargs="+", default=["bf16", "int8"], choices=KINDS)
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -241,7 +244,9 @@ def main() -> None:
     options = parser.parse_args()
     others, library = foreign_cores(), functions_of(options.variant)
     library.sage_read_bandwidth.restype = library.sage_matrix_rate.restype = ctypes.c_double
-    limits = Limits(library, options.threads, library.sage_matrix_rate(0, options.threads, ctypes.c_double(0.5)))
+    limits = Limits(
+        library, options.threads, library.sage_matrix_rate(0, options.threads, ctypes.c_double(0.5))
+    )
     names = [*options.kinds, *(["torch SDPA"] if options.torch else [])]
     lines = [f"bf16 peak {limits.flop_per_s / 1e12:.3f} TFLOP/s; busy cores of others {others}", ""]
     lines.append(f"{'ms a layer (ratio: least, median)':36}" + "".join(f"{name:>26}" for name in names))
@@ -260,8 +265,9 @@ def main() -> None:
             del run
             ratio = figures["ratio"]
             line += f"{figures['ms']['median']:>11.3f} ({ratio['min']:.2f}, {ratio['median']:.2f})"
-        lines.append(line + f"  {figures['read_gb_s']:.0f} GB/s")
-        print(lines[-1], flush=True)
+        line += f"  {figures['read_gb_s']:.0f} GB/s"
+        print(line, file=sys.stderr)
+        lines.append(line)
     publish(
         "native_attention", "\n".join(lines), options,
         foreign_cores=others, bf16_tflop_s=round(limits.flop_per_s / 1e12, 3), cells=cells,

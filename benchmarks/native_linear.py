@@ -1,7 +1,8 @@
 """Products of the native library beside torch's, with weights that no cache holds.
 
-For each shape, kind of weight and number of rows: milliseconds (min, median, p99), GB/s, TFLOP/s and their
-shares of the read bandwidth and the matrix rate that the same run measured.
+For each shape, kind of weight and number of rows: the median of ms and the roofline ratio, least and median:
+the larger of bytes ÷ read bandwidth and operations ÷ peak, ÷ time. Both limits are measured just before and
+after, the peak as the widest instruction over registers or tiles.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import sys
 import time
 from typing import Any
 
 import numpy as np
 import torch
-from common import foreign_cores, report, spread
+from common import foreign_cores, output_flags, publish, spread
 
 from sagellm.accel.native.library import VARIANTS, best_or_named
 from sagellm.accel.native.structures import CodedRows, Linear
@@ -50,9 +52,9 @@ def address(array: np.ndarray[Any, Any]) -> ctypes.c_void_p:
 def limits(library: ctypes.CDLL, threads: int) -> dict[str, float]:
     """Measure read bandwidth (1 GiB) and the rates of bf16 and int8 products."""
     return {
-        "read_bytes_per_s": library.sage_read_bandwidth(1 << 30, threads, 1.0),
-        "bf16_flop_per_s": library.sage_matrix_rate(0, threads, 0.2),
-        "int8_op_per_s": library.sage_matrix_rate(1, threads, 0.2),
+        "read_bytes_per_s": library.sage_read_bandwidth(1 << 30, threads, 0.0),
+        "bf16_flop_per_s": library.sage_matrix_rate(0, threads, 0.05),
+        "int8_op_per_s": library.sage_matrix_rate(1, threads, 0.05),
     }
 
 
@@ -133,40 +135,48 @@ def torch_seconds(shape: str, num_rows: int, repeats: int) -> list[float]:
     return result[len(copies) // 2 :]
 
 
-def row(
-    seconds: list[float], num_bytes: float, operations: float, limit: dict[str, float], rate: str
-) -> dict[str, Any]:
-    median = sorted(seconds)[len(seconds) // 2]
+def cell(seconds: list[float], by_bytes: float, by_operations: float) -> dict[str, Any]:
+    """Return what was measured beside the seconds that the limits allow."""
+    limit, ms = max(by_bytes, by_operations), spread([1e3 * s for s in seconds])
     return {
-        "ms": spread([1e3 * s for s in seconds]),
-        "GB_per_s": round(num_bytes / median / 1e9, 1),
-        "Tflop_per_s": round(operations / median / 1e12, 3),
-        "share_of_read_bandwidth": round(num_bytes / median / limit["read_bytes_per_s"], 3),
-        "share_of_matrix_rate": round(operations / median / limit[rate], 3),
+        "ms": ms,
+        "bound": "bytes" if by_bytes > by_operations else "operations",
+        "ratio": {"min": round(limit / max(seconds), 3), "median": round(1e3 * limit / ms["median"], 3)},
     }
 
 
 def measure(library: ctypes.CDLL, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure each kind, shape and number of rows; keys are `kind shape rows`."""
-    limit = limits(library, options.threads)
+    """Measure and print each kind, shape and number of rows; keys are `kind shape rows`."""
     figures: dict[str, Any] = {}
     for shape in options.shapes:
         n, k, _ = SHAPES[shape]
-        for kind in options.kinds:
-            weights = Weights(library, kind, shape)
+        for kind in [*options.kinds, *(["torch-bf16"] if options.torch else [])]:
+            weights = None if kind == "torch-bf16" else Weights(library, kind, shape)
+            num_bytes = 2.0 * n * k if weights is None else weights.num_bytes
             for rows in options.rows:
-                seconds = weights.seconds(rows, options.threads, options.repeats)
+                before = limits(library, options.threads)
+                if weights is None:
+                    seconds = torch_seconds(shape, rows, options.repeats)
+                else:
+                    seconds = weights.seconds(rows, options.threads, options.repeats)
+                after = limits(library, options.threads)
                 rate = "int8_op_per_s" if kind in ("int8", "int4") else "bf16_flop_per_s"
-                figures[f"{kind} {shape} {rows}"] = row(
-                    seconds, weights.num_bytes, 2.0 * n * k * rows, limit, rate
-                )
-            weights.close()
-        for rows in options.rows if options.torch else ():
-            seconds = torch_seconds(shape, rows, options.repeats)
-            figures[f"torch-bf16 {shape} {rows}"] = row(
-                seconds, 2.0 * n * k, 2.0 * n * k * rows, limit, "bf16_flop_per_s"
-            )
-    return {"limits": limit, "products": figures}
+                bandwidth = (before["read_bytes_per_s"] + after["read_bytes_per_s"]) / 2
+                found = cell(seconds, num_bytes / bandwidth, 2.0 * n * k * rows / after[rate])
+                found |= {"read_gb_s": round(bandwidth / 1e9, 1), "peak_t_s": round(after[rate] / 1e12, 3)}
+                figures[f"{kind} {shape} {rows}"] = found
+                print(line(f"{kind} {shape} {rows}", found), file=sys.stderr)
+            if weights is not None:
+                weights.close()
+    return figures
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    ratio = found["ratio"]
+    return (
+        f"{name:28}{found['ms']['median']:9.3f} ms {ratio['min']:6.2f} {ratio['median']:6.2f} of "
+        f"{found['bound']}, {found['read_gb_s']:.0f} GB/s, {found['peak_t_s']:.3f} T/s"
+    )
 
 
 def main() -> None:
@@ -175,23 +185,24 @@ def main() -> None:
     )
     parser.add_argument("--variant", choices=VARIANTS, help="default: the fastest")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["gate_up", "down", "qkv", "o"])
-    parser.add_argument(
-        "--kinds", nargs="+", choices=(*KINDS, *CODED), default=["bf16", "int8", "int4", *CODED]
-    )
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 32, 128, 512])
+    parser.add_argument("--kinds", nargs="+", choices=(*KINDS, *CODED), default=["bf16", "int8", "int4"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 8, 16, 32, 64, 512])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-torch", dest="torch", action="store_false", help="leave out torch's F.linear")
+    output_flags(parser, "native_linear")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     foreign = foreign_cores()
-    figures = measure(functions_of(options.variant), options)
-    report(
+    products = measure(functions_of(options.variant), options)
+    publish(
         "native_linear",
+        "\n".join(line(name, found) for name, found in products.items()),
+        options,
         variant=best_or_named(options.variant).variant,
         threads=options.threads,
         foreign_cores=foreign,
-        **figures,
+        products=products,
     )
 
 
