@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sagellm.accel.cuda.kernel import IS_INTERPRETED
-from sagellm.accel.cuda.paged_attention import plan_attention
+from sagellm.accel.cuda.paged_attention import layer_kv, plan_attention
 from sagellm.accel.cuda.paged_kv import PagedKV
 from sagellm.accel.cuda.tiles import SPLIT_TOKENS, plan_tiles
 from sagellm.core import AttentionSpec, KVGroup, KVLayout
@@ -65,7 +65,7 @@ class Step:
 
     def run(self):
         plan = plan_attention(self.tables, self.num_new, self.lengths, self.spec)
-        return plan.run(self.query.to(DEVICE), self.kv, LAYER, self.spec).cpu()
+        return plan.run(self.query.to(DEVICE), layer_kv(self.kv, LAYER, self.spec, self.query.dtype)).cpu()
 
     def expected(self):
         """Return what the definition gives, in float64."""
@@ -130,7 +130,10 @@ def test_a_prefill_sees_the_cached_prefix_and_no_later_token():
 
 def test_drafts_are_verified_in_splits_beside_decodes_and_prefills():
     step = Step(spec_of(), [1, 6, 16, 90], [400, 300, 530, 100])
-    assert [tiles.split for tiles in plan_tiles(step.num_new, step.lengths, 2)] == [SPLIT_TOKENS, 0]
+    assert [each.counts.split for each in plan_tiles(step.num_new, step.lengths, short=8, long=64)] == [
+        SPLIT_TOKENS,
+        0,
+    ]
     step.check()
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+from sagellm.core import AttentionSpec
 
 Ints = npt.NDArray[np.int32]
 
@@ -22,15 +22,29 @@ _SHORT_ROWS, _LONG_ROWS = 16, 128
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Tiles of sequences, and their items: one per split, or one if `split` is 0."""
+class TileCounts:
+    """How much a launch computes, or has room for."""
 
+    tile_tokens: int
+    split: int  # tokens of KV in an item; 0: a tile is one item
+    num_tiles: int
+    num_items: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of sequences, and their items, in the order in which a launch takes them."""
+
+    counts: TileCounts
     sequences: Ints  # (tiles,)
     firsts: Ints  # (tiles,) first token, counted from the sequence's first row
-    item_tiles: Ints  # (items,)
     item_begins: Ints  # (tiles + 1,)
-    tile_tokens: int
-    split: int
+    item_tiles: Ints  # (items,)
+
+    @property
+    def arrays(self) -> list[Ints]:
+        """What a launch reads of them."""
+        return [self.sequences, self.firsts, self.item_begins, self.item_tiles]
 
 
 def tiles_of(
@@ -43,33 +57,36 @@ def tiles_of(
     firsts = (np.arange(len(of)) - (np.cumsum(per_sequence) - per_sequence)[of]) * tile_tokens
     tile_ends = (ends - counts)[of] + np.minimum(firsts + tile_tokens, counts[of])
     num_items = -(-tile_ends // split) if split else np.ones(len(of), np.int32)
+    item_tiles = np.repeat(np.arange(len(of), dtype=np.int32), num_items)
     return Tiles(
+        counts=TileCounts(tile_tokens, split, len(of), len(item_tiles)),
         sequences=which[of].astype(np.int32),
         firsts=firsts.astype(np.int32),
-        item_tiles=np.repeat(np.arange(len(of), dtype=np.int32), num_items),
         item_begins=np.concatenate(([0], np.cumsum(num_items))).astype(np.int32),
-        tile_tokens=tile_tokens,
-        split=split,
+        item_tiles=item_tiles,
     )
 
 
-def plan_tiles(num_new: Ints, lengths: Ints, group: int) -> list[Tiles]:
-    """Plan the launches of a step: short sequences in splits, long ones in large tiles."""
+def scratch_size(counts: TileCounts, spec: AttentionSpec) -> int:
+    """Return how many float32s the splits of a launch take."""
+    rows = counts.num_items * spec.num_heads * counts.tile_tokens if counts.split else 0
+    return rows * (spec.head_dim + 2)
+
+
+def short_tile_tokens(group: int) -> int:
+    """Return the tokens of a tile of a short sequence with this many query heads for each KV head."""
+    return max(1, _SHORT_ROWS // group)
+
+
+def long_tile_tokens(group: int) -> int:
+    """The same for a long sequence."""
+    return max(1, _LONG_ROWS // group)
+
+
+def plan_tiles(num_new: Ints, lengths: Ints, *, short: int, long: int) -> tuple[Tiles, Tiles]:
+    """Plan two launches: short sequences in splits, long ones in larger tiles; both of so many tokens."""
     is_short = num_new <= SHORT_TOKENS
-    short, long = np.flatnonzero(is_short), np.flatnonzero(~is_short)
-    plan = []
-    if len(short):
-        tile_tokens = 1 if num_new[short].max() == 1 else max(1, _SHORT_ROWS // group)
-        plan.append(tiles_of(short, num_new, lengths, tile_tokens=tile_tokens, split=SPLIT_TOKENS))
-    if len(long):
-        tile_tokens = max(1, _LONG_ROWS // group)
-        plan.append(tiles_of(long, num_new, lengths, tile_tokens=tile_tokens, split=0))
-    return plan
-
-
-def upload(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
-    """Copy int32 arrays to the device in one piece, without waiting for it."""
-    packed = torch.from_numpy(np.concatenate(arrays))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    return list(packed.split([len(array) for array in arrays]))  # type: ignore[no-untyped-call]
+    return (
+        tiles_of(np.flatnonzero(is_short), num_new, lengths, tile_tokens=short, split=SPLIT_TOKENS),
+        tiles_of(np.flatnonzero(~is_short), num_new, lengths, tile_tokens=long, split=0),
+    )
