@@ -4,8 +4,8 @@
 
 Block tables that stay on the device and follow their changes, beside tables that are built for each step. The
 CPU stands in for the device, and one block of each sequence is gathered there, so that next to nothing but
-the host's part is measured, without pinned memory. One sequence in 16 gets a block in a step, as with blocks of
-16 tokens.
+the host's part is measured, without pinned memory. One sequence in 16 gets a block in
+a step, as with blocks of 16 tokens.
 """
 
 from __future__ import annotations
