@@ -24,21 +24,24 @@ _WARM_UPS = 2
 
 
 class GraphMemory:
-    """Captures graphs whose intermediate results share memory, as only one of them runs at a time."""
+    """Captures graphs whose intermediate results share memory, as only one of them runs at a time.
+
+    All are captured on one stream, for which cuBLAS keeps one workspace.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(self, compute: Compute) -> Callable[[], None]:
         """Run a function, which compiles its kernels, then record it."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
                 compute()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             compute()
         return graph.replay
 
