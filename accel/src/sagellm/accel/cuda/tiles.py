@@ -19,6 +19,7 @@ SHORT_TOKENS = 16
 """A sequence that computes at most this many tokens is computed in splits: a decode, or drafts to verify."""
 
 _SHORT_ROWS, _LONG_ROWS = 16, 128
+_NONE: Ints = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ def tiles_of(
     which: npt.NDArray[np.integer[Any]], num_new: Ints, lengths: Ints, *, tile_tokens: int, split: int
 ) -> Tiles:
     """Cut the rows of the sequences `which` into tiles of `tile_tokens` and these into items."""
+    if not len(which):
+        return Tiles(TileCounts(tile_tokens, split, 0, 0), _NONE, _NONE, np.zeros(1, np.int32), _NONE)
     counts, ends = num_new[which], lengths[which]
     per_sequence = -(-counts // tile_tokens)
     of = np.repeat(np.arange(len(which)), per_sequence)
