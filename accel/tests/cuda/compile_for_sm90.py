@@ -79,7 +79,7 @@ def run(
     *,
     has_norms: bool,
     layer: int = 1,
-    steps: Sequence[Sequence[int]] = ([1, 1], [1, 5, 200]),
+    steps: Sequence[Sequence[int]] = ([1, 1], [1, 5, 17, 200]),
 ) -> LayerKV:
     """Launch what a layer launches for steps that compute so many tokens: decodes, drafts and a prefill."""
     group = KVGroup(

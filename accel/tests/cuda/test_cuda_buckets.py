@@ -19,7 +19,7 @@ from sagellm.accel.cuda.buckets import (
 )
 from sagellm.accel.cuda.graphs import GraphBuffers
 from sagellm.accel.cuda.paged_attention import planned_arrays
-from sagellm.accel.cuda.tiles import plan_tiles
+from sagellm.accel.cuda.tiles import plan_all_tiles
 from sagellm.core import AttentionSpec, ConfigError, ModelGeometry, StepLimits
 
 SPEC = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, scale=1.0)
@@ -28,8 +28,7 @@ LIMITS = StepLimits(max_model_len=40960, max_num_seqs=200, max_num_batched_token
 
 def padded(bucket, num_new, lengths):
     num_new, lengths = np.array(num_new, np.int32), np.array(lengths, np.int32)
-    both = plan_tiles(num_new, lengths, short=bucket.launches[0].tile_tokens, long=64)
-    tiles = both[: len(bucket.launches)]
+    tiles = plan_all_tiles(num_new, lengths, 2)[: len(bucket.launches)]
     return bucket.padded(planned_arrays(num_new, lengths, tiles), tiles)
 
 
@@ -43,7 +42,7 @@ def test_there_are_buckets_up_to_the_largest_step_and_no_more():
 
 
 @pytest.mark.parametrize("group", [1, 2, 7, 32, 200])
-def test_any_step_of_short_sequences_fits_its_bucket(group):
+def test_any_step_fits_its_bucket(group):
     spec = AttentionSpec(num_heads=group, num_kv_heads=1, head_dim=8, scale=1.0)
     rng = np.random.default_rng(group)
     buckets = row_buckets(ROWS, LIMITS, spec)
@@ -52,8 +51,7 @@ def test_any_step_of_short_sequences_fits_its_bucket(group):
         num_new = np.diff(np.concatenate(([0], cuts, [700])))
         num_new = np.minimum(num_new[num_new > 0], rng.choice([1, 5, 16, 17, 700])).astype(np.int32)
         bucket = next(each for each in buckets if each.num_rows >= num_new.sum())
-        both = plan_tiles(num_new, num_new, short=max(1, 16 // group), long=max(1, 128 // group))
-        tiles = both[: len(bucket.launches)]
+        tiles = plan_all_tiles(num_new, num_new, group)[: len(bucket.launches)]
         found = bucket.padded(planned_arrays(num_new, num_new, tiles), tiles)
         assert found is not None
         assert [len(each) for each in found] == bucket.lengths
@@ -64,9 +62,9 @@ def test_padding_belongs_to_a_sequence_without_rows_and_has_no_items():
     begins, num_new, lengths, *launches = padded(bucket, [1, 20], [300, 20])
     assert (num_new.tolist(), lengths.tolist()) == ([1, 20, 0, 0, 0], [300, 20, 0, 0, 0])
     assert begins[:2].tolist() == [0, 1]
-    for place, (real, num_items) in enumerate([([0], 2), ([1], 1)]):
+    for place, (real, num_items) in enumerate([([0], 2), ([], 0), ([], 0), ([1], 1)]):
         sequences, _, item_begins, item_tiles = launches[4 * place : 4 * place + 4]
-        assert sequences.tolist() == real + [4] * (len(sequences) - 1)
+        assert sequences.tolist() == real + [4] * (len(sequences) - len(real))
         assert item_begins.tolist() == [0] + [num_items] * (len(item_begins) - 1)
         assert not item_tiles.any()
 

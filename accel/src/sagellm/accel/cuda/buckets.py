@@ -75,30 +75,35 @@ def check_sizes(option: str, sizes: Sequence[int]) -> tuple[int, ...]:
 
 def decode_buckets(sizes: Sequence[int], limits: StepLimits, spec: AttentionSpec) -> list[Bucket]:
     """Return a bucket for each number of sequences that steps may be padded to."""
-    buckets = []
-    for size in _needed(sizes, limits.max_num_seqs):
-        num_items = min(size * _longest(limits), _room(1, spec))
-        buckets.append(Bucket(size, size, (TileCounts(1, SPLIT_TOKENS, size, num_items),)))
-    return buckets
+    sizes = _needed(sizes, limits.max_num_seqs)
+    return [Bucket(size, size, (_decodes(size, limits, spec),)) for size in sizes]
 
 
 def row_buckets(sizes: Sequence[int], limits: StepLimits, spec: AttentionSpec) -> list[Bucket]:
     """Return a bucket for each number of tokens that steps may be padded to."""
     group = spec.num_heads // spec.num_kv_heads
-    short, long = short_tile_tokens(group), long_tile_tokens(group)
     buckets = []
     for size in _needed(sizes, limits.max_num_batched_tokens):
         num_seqs = min(size, limits.max_num_seqs)
-        num_tiles = min(size, num_seqs + size // short)
-        num_items = min(num_tiles * _longest(limits), _room(short, spec))
-        launches = [TileCounts(short, SPLIT_TOKENS, num_tiles, num_items)]
+        has_own_tiles = short_tile_tokens(2, group) > 1  # drafts: not with 128 query heads for a KV head
+        launches = [_decodes(num_seqs if has_own_tiles else size, limits, spec)]
+        counts = range(2, min(size, SHORT_TOKENS) + 1)
+        for tokens in sorted({short_tile_tokens(count, group) for count in counts} - {1}):
+            num_tiles = min(num_seqs, size // 2) + size // tokens
+            num_items = min(num_tiles * _longest(limits), _room(tokens, spec))
+            launches.append(TileCounts(tokens, SPLIT_TOKENS, num_tiles, num_items))
         if num_long := size // (
             SHORT_TOKENS + 1
         ):  # sequences, each of which may have a tile that is not full
-            most = num_long + size // long
-            launches.append(TileCounts(long, 0, most, most))
+            tokens = long_tile_tokens(group)
+            most = num_long + size // tokens
+            launches.append(TileCounts(tokens, 0, most, most))
         buckets.append(Bucket(size, num_seqs, tuple(launches)))
     return buckets
+
+
+def _decodes(num_seqs: int, limits: StepLimits, spec: AttentionSpec) -> TileCounts:
+    return TileCounts(1, SPLIT_TOKENS, num_seqs, min(num_seqs * _longest(limits), _room(1, spec)))
 
 
 def graph_bytes(buckets: Sequence[Bucket], num_blocks: int, spec: ModelSpec, dtype: torch.dtype) -> int:

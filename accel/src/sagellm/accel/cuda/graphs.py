@@ -12,7 +12,7 @@ import torch
 from sagellm.accel.cuda.buckets import Bucket
 from sagellm.accel.cuda.decoder import StepTensors
 from sagellm.accel.cuda.paged_attention import AttentionPlan, launches_of, planned_arrays
-from sagellm.accel.cuda.tiles import Ints, long_tile_tokens, plan_tiles, scratch_size
+from sagellm.accel.cuda.tiles import Ints, plan_all_tiles, scratch_size
 from sagellm.accel.uploads import on_host, pack, packed_length, unpack
 from sagellm.core import AttentionSpec, InputBatch
 
@@ -102,9 +102,8 @@ class GraphBuffers:
         return True
 
     def _plan(self, num_new: Ints, lengths: Ints, bucket: Bucket) -> Ints | None:
-        long = long_tile_tokens(self._spec.num_heads // self._spec.num_kv_heads)
-        both = plan_tiles(num_new, lengths, short=bucket.launches[0].tile_tokens, long=long)
-        tiles = both[: len(bucket.launches)]
+        group = self._spec.num_heads // self._spec.num_kv_heads
+        tiles = plan_all_tiles(num_new, lengths, group)[: len(bucket.launches)]
         padded = bucket.padded(planned_arrays(num_new, lengths, tiles), tiles)
         return None if padded is None else pack(padded)
 

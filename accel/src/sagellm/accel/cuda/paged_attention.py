@@ -16,15 +16,7 @@ from sagellm.accel.cuda.kernel import compute_type, next_power_of_2
 from sagellm.accel.cuda.library_attention import StepAttention
 from sagellm.accel.cuda.paged_kv import LayerKV, PagedKV
 from sagellm.accel.cuda.support import IS_INTERPRETED
-from sagellm.accel.cuda.tiles import (
-    Ints,
-    TileCounts,
-    Tiles,
-    long_tile_tokens,
-    plan_tiles,
-    scratch_size,
-    short_tile_tokens,
-)
+from sagellm.accel.cuda.tiles import Ints, TileCounts, Tiles, plan_tiles, scratch_size
 from sagellm.accel.uploads import upload
 from sagellm.core import AttentionSpec
 
@@ -86,10 +78,7 @@ class AttentionPlan(StepAttention):
 
 def plan_attention(tables: torch.Tensor, num_new: Ints, lengths: Ints, spec: AttentionSpec) -> AttentionPlan:
     """Plan a step whose sequences have these numbers of rows and tokens; one copy to the device."""
-    group = spec.num_heads // spec.num_kv_heads
-    short = short_tile_tokens(group) if np.count_nonzero(num_new != 1) else 1
-    both = plan_tiles(num_new, lengths, short=short, long=long_tile_tokens(group))
-    tiles = [each for each in both if each.counts.num_items]
+    tiles = plan_tiles(num_new, lengths, spec.num_heads // spec.num_kv_heads)
     counts = [each.counts for each in tiles]
     arrays = upload(planned_arrays(num_new, lengths, tiles), tables.device)
     scratch = torch.empty(max(map(scratch_size, counts, repeat(spec)), default=0), device=tables.device)

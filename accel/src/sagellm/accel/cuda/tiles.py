@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,16 @@ Ints = npt.NDArray[np.int32]
 SPLIT_TOKENS = 256
 """Tokens of KV in a split. Fixed, so that a row is summed in the same order in every batch."""
 
-SHORT_TOKENS = 16
-"""A sequence that computes at most this many tokens is computed in splits: a decode, or drafts to verify."""
+SHORT_TOKENS = 17
+"""A sequence that computes at most this many tokens is computed in splits: a decode, or 16 drafts to verify
+and the token before them.
+"""
 
-_SHORT_ROWS, _LONG_ROWS = 16, 128
+_DRAFT_ROWS, _MOST_ROWS = 32, 128
+"""Rows of the smallest tile of drafts, padding included: with so few, reading KV takes longer than computing.
+And of the largest tile.
+"""
+
 _NONE: Ints = np.empty(0, np.int32)
 
 
@@ -36,11 +43,17 @@ class TileCounts:
 class Tiles:
     """Tiles of sequences, and their items, in the order in which a launch takes them."""
 
-    counts: TileCounts
+    tile_tokens: int
+    split: int
     sequences: Ints  # (tiles,)
     firsts: Ints  # (tiles,) first token, counted from the sequence's first row
     item_begins: Ints  # (tiles + 1,)
     item_tiles: Ints  # (items,)
+
+    @property
+    def counts(self) -> TileCounts:
+        """How much it is."""
+        return TileCounts(self.tile_tokens, self.split, len(self.sequences), len(self.item_tiles))
 
     @property
     def arrays(self) -> list[Ints]:
@@ -53,20 +66,20 @@ def tiles_of(
 ) -> Tiles:
     """Cut the rows of the sequences `which` into tiles of `tile_tokens` and these into items."""
     if not len(which):
-        return Tiles(TileCounts(tile_tokens, split, 0, 0), _NONE, _NONE, np.zeros(1, np.int32), _NONE)
+        return Tiles(tile_tokens, split, _NONE, _NONE, np.zeros(1, np.int32), _NONE)
     counts, ends = num_new[which], lengths[which]
     per_sequence = -(-counts // tile_tokens)
     of = np.repeat(np.arange(len(which)), per_sequence)
     firsts = (np.arange(len(of)) - (np.cumsum(per_sequence) - per_sequence)[of]) * tile_tokens
     tile_ends = (ends - counts)[of] + np.minimum(firsts + tile_tokens, counts[of])
     num_items = -(-tile_ends // split) if split else np.ones(len(of), np.int32)
-    item_tiles = np.repeat(np.arange(len(of), dtype=np.int32), num_items)
     return Tiles(
-        counts=TileCounts(tile_tokens, split, len(of), len(item_tiles)),
+        tile_tokens=tile_tokens,
+        split=split,
         sequences=which[of].astype(np.int32),
         firsts=firsts.astype(np.int32),
         item_begins=np.concatenate(([0], np.cumsum(num_items))).astype(np.int32),
-        item_tiles=item_tiles,
+        item_tiles=np.repeat(np.arange(len(of), dtype=np.int32), num_items),
     )
 
 
@@ -76,20 +89,41 @@ def scratch_size(counts: TileCounts, spec: AttentionSpec) -> int:
     return rows * (spec.head_dim + 2)
 
 
-def short_tile_tokens(group: int) -> int:
-    """Return the tokens of a tile of a short sequence with this many query heads for each KV head."""
-    return max(1, _SHORT_ROWS // group)
+def short_tile_tokens(num_new: int, group: int) -> int:
+    """Return the tokens of the tiles of a short sequence: all that it computes, so that KV is read once.
+
+    Rounded up, as each size is a launch of its own. It depends on the sequence alone, as the last bits of its
+    rows may depend on the tile. `group` is the number of query heads for each KV head.
+    """
+    if num_new == 1:
+        return 1
+    rounded = 1 << (num_new - 1).bit_length()
+    return min(max(rounded, _DRAFT_ROWS // group), long_tile_tokens(group))
 
 
 def long_tile_tokens(group: int) -> int:
-    """The same for a long sequence."""
-    return max(1, _LONG_ROWS // group)
+    """Return the tokens of the tiles of other sequences."""
+    return max(1, _MOST_ROWS // group)
 
 
-def plan_tiles(num_new: Ints, lengths: Ints, *, short: int, long: int) -> tuple[Tiles, Tiles]:
-    """Plan two launches: short sequences in splits, long ones in larger tiles; both of so many tokens."""
-    is_short = num_new <= SHORT_TOKENS
-    return (
-        tiles_of(np.flatnonzero(is_short), num_new, lengths, tile_tokens=short, split=SPLIT_TOKENS),
-        tiles_of(np.flatnonzero(~is_short), num_new, lengths, tile_tokens=long, split=0),
-    )
+def plan_tiles(num_new: Ints, lengths: Ints, group: int) -> list[Tiles]:
+    """Plan the launches of a step: those of `plan_all_tiles` that have something to compute."""
+    return [each for each in plan_all_tiles(num_new, lengths, group) if len(each.sequences)]
+
+
+def plan_all_tiles(num_new: Ints, lengths: Ints, group: int) -> list[Tiles]:
+    """Plan a launch for each size of the tiles of short sequences, in splits, and one for all others."""
+    sizes = _short_sizes(group)
+    size_of = np.where(num_new <= SHORT_TOKENS, sizes[np.minimum(num_new, SHORT_TOKENS) - 1], 0)
+    plan = [
+        tiles_of((size_of == size).nonzero()[0], num_new, lengths, tile_tokens=size, split=SPLIT_TOKENS)
+        for size in sorted(set(sizes.tolist()))
+    ]
+    long = (size_of == 0).nonzero()[0]
+    return [*plan, tiles_of(long, num_new, lengths, tile_tokens=long_tile_tokens(group), split=0)]
+
+
+@cache
+def _short_sizes(group: int) -> Ints:
+    """Return the sizes of tiles by the number of tokens less one."""
+    return np.array([short_tile_tokens(count, group) for count in range(1, SHORT_TOKENS + 1)], np.int32)
