@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,21 +17,26 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from sagellm.accel.cuda.buckets import decode_buckets, row_buckets
+from sagellm.accel.cuda.graphs import GraphBuffers
 from sagellm.accel.cuda.layer_ops import (
     Norm,
+    RotateAndStore,
     Rotation,
     add_and_normalise,
-    rotate_and_store,
     round_to_fp8,
     silu_and_mul,
 )
-from sagellm.accel.cuda.paged_attention import plan_attention
-from sagellm.accel.cuda.paged_kv import PagedKV
+from sagellm.accel.cuda.paged_attention import layer_kv, plan_attention
+from sagellm.accel.cuda.paged_kv import LayerKV, PagedKV
 from sagellm.accel.cuda.sampling import TritonDraw
-from sagellm.core import AttentionSpec, KVGroup, KVLayout
+from sagellm.core import AttentionSpec, KVGroup, KVLayout, StepLimits
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
+PLAIN = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, scale=0.1)
+COMPILED: list[Any] = []
+"""What was compiled, at each launch."""
 
 
 class TargetOnly:
@@ -62,11 +68,20 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
         ),
     }
     sys.stdout.write(json.dumps(report) + "\n")
+    COMPILED.append(compiled)
     return compiled
 
 
-def run(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: str, *, has_norms: bool) -> None:
-    """Launch what a layer launches: decodes, drafts and a prefill."""
+def run(
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    kv_dtype: str,
+    *,
+    has_norms: bool,
+    layer: int = 1,
+    steps: Sequence[Sequence[int]] = ([1, 1], [1, 5, 17, 200]),
+) -> LayerKV:
+    """Launch what a layer launches for steps that compute so many tokens: decodes, drafts and a prefill."""
     group = KVGroup(
         layer_ids=(0, 1),
         num_kv_heads=spec.num_kv_heads,
@@ -78,23 +93,38 @@ def run(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: str, *, has_norms: bo
     half = spec.head_dim // 2
     rotation = Rotation(torch.ones(512, half), torch.ones(512, half))
     norm = Norm(torch.ones(spec.head_dim, dtype=dtype), 1e-6)
-    for num_new in ([1, 1], [1, 5, 200]):
+    rotate_and_store = RotateAndStore(kv, layer, spec, rotation, (norm, norm) if has_norms else None)
+    prepared = layer_kv(kv, layer, spec, dtype)
+    for num_new in steps:
         rows, counts = sum(num_new), np.array(num_new, np.int32)
         lengths = np.array([300] * len(num_new), np.int32)
-        tables = torch.zeros(len(num_new), 19, dtype=torch.int64)
+        tables = torch.zeros(len(num_new), 18 + len(num_new), dtype=torch.int64)
         qkv = torch.zeros(rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, dtype=dtype)
         places = torch.arange(rows)
-        norms = (norm, norm) if has_norms else None
-        query = rotate_and_store(qkv, places, places, kv, 1, spec, rotation, norms)
-        plan_attention(tables, counts, lengths, spec).run(query, kv, 1, spec)
+        plan_attention(tables, counts, lengths, spec).run(rotate_and_store(qkv, places, places), prepared)
+    return prepared
+
+
+def run_other_sizes() -> None:
+    """Launch steps of other sizes, in another layer and in buckets of graphs; none may compile a kernel."""
+    before = {id(each) for each in COMPILED}
+    steps = [[1], [1] * 16, [3], [200] * 16, [1, 1, 40], [2] * 3 + [17]]
+    layer = run(PLAIN, torch.bfloat16, "bfloat16", has_norms=True, layer=0, steps=steps)
+    limits = StepLimits(max_model_len=4096, max_num_seqs=16, max_num_batched_tokens=64)
+    buckets = [*decode_buckets((1, 16), limits, PLAIN), *row_buckets((16, 64), limits, PLAIN)]
+    buffers = GraphBuffers(buckets, 256, PLAIN, torch.zeros(64, 1))
+    for bucket in buckets:
+        query = torch.zeros(bucket.num_rows, PLAIN.num_heads, PLAIN.head_dim, dtype=torch.bfloat16)
+        buffers.step(bucket).attention.run(query, layer)
+    again = [each.metadata.name for each in COMPILED if id(each) not in before]
+    assert not again, f"compiled again for steps of other sizes: {again}"
 
 
 def compile_all() -> None:
     """Compile the kernels of Qwen3, Qwen2.5 and of windows and caps, in each format of KV."""
-    plain = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, scale=0.1)
     for kv_dtype in ("bfloat16", "float8_e4m3fn", "int8"):
-        run(plain, torch.bfloat16, kv_dtype, has_norms=True)
-    run(plain, torch.float32, "float32", has_norms=True)
+        run(PLAIN, torch.bfloat16, kv_dtype, has_norms=True)
+    run(PLAIN, torch.float32, "float32", has_norms=True)
     run(
         AttentionSpec(num_heads=14, num_kv_heads=2, head_dim=64, scale=0.1),
         torch.bfloat16,
@@ -134,3 +164,4 @@ if __name__ == "__main__":
 
     launches.num_programs = lambda device: 8 * 132
     compile_all()
+    run_other_sizes()

@@ -63,6 +63,15 @@ class ModelMetrics:
     operations: Mapping[Operation, OperationWeights] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """The largest steps that an engine plans."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
 class ForwardBackendProtocol(ABC):
     """Computes logits of a batch over paged KV.
 
@@ -76,9 +85,9 @@ class ForwardBackendProtocol(ABC):
     it cannot support anything else, it raises UnsupportedModelError before it reads a weight. It reads each
     tensor once and keeps it once.
 
-    The model runner calls `initialize_kv_caches` once and then, once per step and from one thread,
-    `copy_blocks` if there is something to copy, and `forward`. KV writes are idempotent: a step may
-    be run again.
+    The engine calls `expect_steps`, the model runner `initialize_kv_caches` once and then, once per step and
+    from one thread, `copy_blocks` if there is something to copy, and `forward`. KV writes are idempotent: a
+    step may be run again.
     """
 
     features: ClassVar[Collection[str] | None] = None
@@ -103,6 +112,14 @@ class ForwardBackendProtocol(ABC):
 
         `doctor` asks it before a weight is read. By default it does nothing.
         """
+
+    def expect_steps(self, layouts: Sequence[KVLayout], limits: StepLimits) -> int:
+        """Prepare for steps up to these sizes, over KV of these layouts.
+
+        Returns how many bytes `initialize_kv_caches` will allocate besides the KV, 0 by default: the engine
+        sets them aside when it decides on the number of blocks.
+        """
+        return 0
 
     @abstractmethod
     def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:

@@ -60,6 +60,8 @@ class Worker:
         Rows in `late_masks` must be drawn before the next step is begun.
         """
         self._state.update(step)
+        if step.new_blocks is not None:
+            self.runner.note_blocks(step.new_blocks)
         for node, operation in zip(self.graphs.begin(step), step.kv_ops, strict=True):
             with self.graphs.transfer(node):
                 self._carry_out(operation)
