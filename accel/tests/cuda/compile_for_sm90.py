@@ -113,6 +113,9 @@ def compile_all() -> None:
     draw, logits = TritonDraw(), torch.zeros(4, 151_936)
     draw(logits, torch.zeros(4, 5, dtype=torch.float64))
     draw.change(logits, Changes())
+    tokens = torch.zeros(4, dtype=torch.int64)
+    draw.logprobs(logits, tokens, torch.zeros(2, 4, dtype=torch.int64), 20)
+    draw.count(Changes.counts, tokens, tokens, tokens)
 
 
 class Changes:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sagellm.core.tokens import TokenIds
-from sagellm.engines.sampling.draws import IN_PROMPT, DeviceChanges, Edits, joined
+from sagellm.engines.sampling.draws import IN_PROMPT, DeviceChanges, DeviceDraw, Edits, joined
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.worker.masks import Words
 
@@ -45,8 +45,8 @@ class DeviceCounts:
     A seat gets a row of the counts when it is first penalised.
     """
 
-    def __init__(self, device: torch.device, vocab_size: int) -> None:
-        self._device, self._vocab_size = device, vocab_size
+    def __init__(self, draw: DeviceDraw, device: torch.device, vocab_size: int) -> None:
+        self._draw, self._device, self._vocab_size = draw, device, vocab_size
         self._row_of: dict[int, int] = {}  # by seat
         self._generation: list[int] = []  # of each row, and
         self._num_counted: list[int] = []  # tokens of its output
@@ -57,8 +57,7 @@ class DeviceCounts:
 
         `last` (seats,) has the late tokens.
         """
-        new: list[Longs] = []
-        late: list[tuple[int, int]] = []
+        new: list[Longs] = []  # (2, tokens): begins of rows of the counts; tokens, or whose they are
         found = []
         for each in rows:
             row = self._row(each)
@@ -67,19 +66,14 @@ class DeviceCounts:
             if num_known == self._num_counted[row]:
                 continue  # another position of the same sequence came before
             ids = each.output_token_ids[self._num_counted[row] :].astype(np.int64)
-            new.append(row * self._vocab_size + ids[ids < self._vocab_size])
-            if each.has_late_token:
-                late.append((row * self._vocab_size, each.seat))
+            late = np.full(int(each.has_late_token), -1 - each.seat, np.int64)
+            tokens = np.concatenate((ids[ids < self._vocab_size], late))
+            new.append(np.stack((np.full_like(tokens, row * self._vocab_size), tokens)))
             self._num_counted[row] = num_known
-        if new and len(ids := np.concatenate(new)):
-            self._add(upload(ids, self._device))
-        if late:
-            begins, seats = upload(np.array(late, np.int64).T.copy(), self._device)
-            self._add(begins + last.index_select(0, seats))
+        if new and (counted := np.concatenate(new, axis=1)).size:
+            begins, sources = upload(counted, self._device)
+            self._draw.count(self.counts, begins, sources, last)
         return found
-
-    def _add(self, cells: torch.Tensor) -> None:
-        self.counts.view(-1).index_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
 
     def _row(self, each: PenalisedRow) -> int:
         row = self._row_of.setdefault(each.seat, len(self._row_of))
@@ -128,17 +122,21 @@ class PlannedChanges:
         """Send all of it to the counts' device, with the masks of rows."""
         for place, row in enumerate(masks):
             self._of(row)[2] = place
-        device = counts.device
-        words = np.stack(list(masks.values())).view(np.int32) if masks else np.zeros((1, 1), np.int32)
         edited, addends = self._joined_edits(vocab_size)
-        return DeviceChanges(
-            plan=upload(np.array(list(self._columns.values())).reshape(-1, 8), device),
-            counts=counts,
-            drafts=upload(np.array(self._drafts or [0], np.int64), device),
-            masks=upload(words, device),
-            edited=upload(edited, device),
-            addends=upload(addends, device),
+        parts: list[npt.NDArray[Any]] = [  # those of 8 bytes first: each lies at a multiple of its size
+            np.array(list(self._columns.values())).reshape(-1, 8),
+            np.array(self._drafts, np.int64),
+            edited,
+            addends,
+            np.stack(list(masks.values())).view(np.int32) if masks else np.empty((0, 1), np.int32),
+        ]
+        packed = upload(np.concatenate([each.reshape(-1).view(np.uint8) for each in parts]), counts.device)
+        pieces = packed.split([each.nbytes for each in parts])  # type: ignore[no-untyped-call]
+        plan, drafts, *of_edits, words = (
+            piece.view(torch.from_numpy(each).dtype).view(each.shape)
+            for piece, each in zip(pieces, parts, strict=True)
         )
+        return DeviceChanges(plan, counts, drafts, words, *of_edits)
 
     def _of(self, row: int) -> list[float]:
         return self._columns.setdefault(row, [float(row), _NONE, _NONE, 0.0, 0.0, 1.0, 0.0, 0.0])
