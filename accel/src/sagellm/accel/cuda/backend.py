@@ -136,9 +136,10 @@ class CudaForwardBackend(ForwardBackendProtocol):
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Copy the KV of the first block of each pair to the second, one pair after the other."""
-        memory = self._ready().bytes
-        for source, target in pairs:
-            memory[target].copy_(memory[source])
+        from sagellm.accel.cuda.block_copies import copy_blocks  # it imports triton
+
+        with on_device(self._device):
+            copy_blocks(self._ready().bytes, pairs)
 
     @torch.inference_mode()
     def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
