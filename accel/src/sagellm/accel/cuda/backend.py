@@ -20,7 +20,6 @@ from sagellm.accel.cuda.support import (
     check_support,
     on_device,
 )
-from sagellm.accel.cuda.transfers import BlockTransfers
 from sagellm.core import (
     WHOLE,
     AttentionBackendProtocol,
@@ -41,6 +40,7 @@ from sagellm.core import (
 if TYPE_CHECKING:
     from sagellm.accel.cuda.decoder import StepTensors
     from sagellm.accel.cuda.graphs import DecodeGraphs
+    from sagellm.accel.cuda.transfers import BlockTransfers
 
 
 @dataclass(kw_only=True)
@@ -124,6 +124,8 @@ class CudaForwardBackend(ForwardBackendProtocol):
         if self._kernels is not None:
             self._library = self._kernels(self._spec, layout, self._dtype)
         self._kv = kv = PagedKV(layout, num_blocks, self._device)
+        from sagellm.accel.cuda.transfers import BlockTransfers
+
         self._transfers = BlockTransfers(kv.bytes)
         self._metrics.kv_bytes = kv.bytes.nbytes
         if self._has_graphs:
@@ -140,20 +142,24 @@ class CudaForwardBackend(ForwardBackendProtocol):
 
         with on_device(self._device):
             copy_blocks(self._ready().bytes, pairs)
+            self._copier().after_change([target for _, target in pairs])
 
     @torch.inference_mode()
-    def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
-        """Copy the KV of blocks to host memory."""
-        self._ready()
-        assert self._transfers is not None, "made with the KV"
-        self._transfers.read(block_ids, into)
+    def read_blocks(
+        self, block_ids: Sequence[BlockId], into: Sequence[memoryview], *, num_in_flight: int = 0
+    ) -> None:
+        """Copy to host memory the KV of blocks that the last `num_in_flight` steps do not write.
+
+        Waits for earlier steps and for what copied or wrote these blocks, and for nothing else.
+        """
+        with on_device(self._device):
+            self._copier().read(block_ids, into, num_in_flight)
 
     @torch.inference_mode()
     def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:
         """Copy the KV of blocks from host memory."""
-        self._ready()
-        assert self._transfers is not None, "made with the KV"
-        self._transfers.write(block_ids, data)
+        with on_device(self._device):
+            self._copier().write(block_ids, data)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> torch.Tensor:
@@ -164,6 +170,7 @@ class CudaForwardBackend(ForwardBackendProtocol):
             logits = None if self._graphs is None else self._graphs.run(batch)
             if logits is None:
                 logits = self._model.forward(self._step(batch), kv)
+            self._copier().after_step()
         self._metrics.num_steps += 1
         self._metrics.num_tokens += len(batch.input_ids)
         self._metrics.total_ns += time.perf_counter_ns() - started_ns
@@ -196,6 +203,11 @@ class CudaForwardBackend(ForwardBackendProtocol):
         if self._kv is None:
             raise EngineError("the backend cuda was used before initialize_kv_caches; it has no KV")
         return self._kv
+
+    def _copier(self) -> BlockTransfers:
+        self._ready()
+        assert self._transfers is not None, "made with the KV"
+        return self._transfers
 
     def _step(self, batch: InputBatch) -> StepTensors:
         from sagellm.accel.cuda.decoder import StepTensors

@@ -36,7 +36,7 @@ def move_blocks(
 def move(
     source: torch.Tensor, target: torch.Tensor, source_ids: Sequence[int], target_ids: Sequence[int]
 ) -> None:
-    """Copy blocks of `source` (any, bytes) uint8 to distinct blocks of another `target`; waits for nothing."""
+    """Copy blocks of `source` (any, bytes) uint8 to distinct blocks of another `target`, without waiting."""
     ids = upload([np.array(source_ids, np.int32), np.array(target_ids, np.int32)], source.device)
     _launch(source, target, *ids)
 
