@@ -79,15 +79,15 @@ def run(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: str, *, has_norms: bo
     half = spec.head_dim // 2
     rotation = Rotation(torch.ones(512, half), torch.ones(512, half))
     norm = Norm(torch.ones(spec.head_dim, dtype=dtype), 1e-6)
-    for num_new in ([1, 1], [1, 5, 200]):
-        rows, counts = sum(num_new), np.array(num_new, np.int32)
-        lengths = np.array([300] * len(num_new), np.int32)
-        tables = torch.zeros(len(num_new), 19, dtype=torch.int64)
-        qkv = torch.zeros(rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, dtype=dtype)
-        places = torch.arange(rows)
-        norms = (norm, norm) if has_norms else None
-        query = rotate_and_store(qkv, places, places, kv, 1, spec, rotation, norms)
-        plan_attention(tables, counts, lengths, spec).run(query, kv, 1, spec)
+    num_new = [1, 2, 3, 5, 9, 17, 200]
+    rows, counts = sum(num_new), np.array(num_new, np.int32)
+    lengths = np.array([300] * len(num_new), np.int32)
+    tables = torch.zeros(len(num_new), 19, dtype=torch.int64)
+    qkv = torch.zeros(rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, dtype=dtype)
+    places = torch.arange(rows)
+    norms = (norm, norm) if has_norms else None
+    query = rotate_and_store(qkv, places, places, kv, 1, spec, rotation, norms)
+    plan_attention(tables, counts, lengths, spec).run(query, kv, 1, spec)
 
 
 def compile_all() -> None:

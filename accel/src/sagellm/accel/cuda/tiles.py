@@ -15,10 +15,13 @@ Ints = npt.NDArray[np.int32]
 SPLIT_TOKENS = 256
 """Tokens of KV in a split. Fixed, so that a row is summed in the same order in every batch."""
 
-SHORT_TOKENS = 16
-"""A sequence that computes at most this many tokens is computed in splits: a decode, or drafts to verify."""
+SHORT_TOKENS = 17
+"""A sequence that computes at most this many tokens is computed in splits: a decode, or 16 drafts to verify
+and the token before them.
+"""
 
-_SHORT_ROWS, _LONG_ROWS = 16, 128
+_LEAST_ROWS, _MOST_ROWS = 16, 128
+"""Rows that are computed together at least, padding included, and at most."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +57,32 @@ def tiles_of(
 
 
 def plan_tiles(num_new: Ints, lengths: Ints, group: int) -> list[Tiles]:
-    """Plan the launches of a step: short sequences in splits, long ones in large tiles."""
-    is_short = num_new <= SHORT_TOKENS
-    short, long = np.flatnonzero(is_short), np.flatnonzero(~is_short)
-    plan = []
-    if len(short):
-        tile_tokens = 1 if num_new[short].max() == 1 else max(1, _SHORT_ROWS // group)
-        plan.append(tiles_of(short, num_new, lengths, tile_tokens=tile_tokens, split=SPLIT_TOKENS))
+    """Plan the launches of a step: short sequences in splits, a launch for each size of tile; long ones.
+
+    `group` is the number of query heads for each KV head.
+    """
+    sizes = np.array([short_tile_tokens(count, group) for count in range(1, SHORT_TOKENS + 1)])
+    short, long = np.flatnonzero(num_new <= SHORT_TOKENS), np.flatnonzero(num_new > SHORT_TOKENS)
+    size_of = sizes[num_new[short] - 1]
+    plan = [
+        tiles_of(short[size_of == size], num_new, lengths, tile_tokens=size, split=SPLIT_TOKENS)
+        for size in np.unique(size_of).tolist()
+    ]
     if len(long):
-        tile_tokens = max(1, _LONG_ROWS // group)
-        plan.append(tiles_of(long, num_new, lengths, tile_tokens=tile_tokens, split=0))
+        plan.append(tiles_of(long, num_new, lengths, tile_tokens=max(1, _MOST_ROWS // group), split=0))
     return plan
+
+
+def short_tile_tokens(num_new: int, group: int) -> int:
+    """Return the tokens of the tiles of a short sequence: all that it computes, so that KV is read once.
+
+    Rounded up, so that there are few sizes, and to whatever costs no more. It depends on the sequence alone,
+    as the last bits of its rows may depend on the tile.
+    """
+    if num_new == 1:
+        return 1
+    rounded = 1 << (num_new - 1).bit_length()
+    return min(max(rounded, _LEAST_ROWS // group), max(1, _MOST_ROWS // group))
 
 
 def upload(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
