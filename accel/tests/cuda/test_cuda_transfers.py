@@ -47,7 +47,7 @@ class RecordedStreams:
     def __init__(self):
         self.launched = "nothing"  # what the test says is launched last
         self.over, self.host_waited = set(), []
-        self.made, self.used = [], []
+        self.made, self.used, self.kept = [], [], []
         self.computing = Stream("computing")
 
     def stream(self):
@@ -59,6 +59,9 @@ class RecordedStreams:
 
     def current(self):
         return self.computing
+
+    def keep(self, tensor, stream):
+        self.kept.append((len(tensor), stream.name))
 
     @contextmanager
     def use(self, stream):
@@ -119,20 +122,22 @@ def test_a_read_waits_for_copies_and_writes_of_its_own_blocks_until_they_are_ove
     streams.launched = "write"
     transfers.write([9], [memoryview(bytearray(range(NUM_BYTES)))])
     read(transfers, [9], 1)
-    assert streams.made[0].waited[3:] == ["computing: step 1", "own 1: write"]
-    streams.over = {"computing: copy", "own 1: write"}
+    assert streams.made[0].waited[3:] == ["computing: step 1", "computing: write"]
+    streams.over = {"computing: copy", "computing: write"}
     transfers.after_change([7])
     read(transfers, [5, 9], 1)
     assert streams.made[0].waited[5:] == ["computing: step 1"]
 
 
-def test_a_write_follows_all_steps_and_comes_before_the_next(streams, transfers):
+def test_a_write_travels_beside_steps_and_ends_between_them_and_the_next(streams, transfers):
     launch(streams, transfers, "step 1", "step 2")
     data = [bytearray([each]) * NUM_BYTES for each in range(20)]  # more than are staged
     transfers.write(list(range(20)), [memoryview(each) for each in data])
     assert [bytearray(transfers._memory[each].numpy()) for each in range(20)] == data
-    assert streams.made[1].waited == ["computing: step 2"]
+    assert streams.made[1].waited == []
     assert streams.computing.waited == ["own 1: step 2"]
+    assert streams.kept == [(20, "computing")]
+    assert all(each.startswith("own 1") for each in streams.host_waited)
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 8, 9, 37])

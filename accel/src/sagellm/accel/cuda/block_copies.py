@@ -48,9 +48,10 @@ def copy_blocks(memory: torch.Tensor, pairs: Sequence[tuple[BlockId, BlockId]]) 
     """
     if not pairs:
         return
-    sources, targets = upload(list(np.array(pairs, np.int32).T), memory.device)
-    for run in independent_runs(pairs):
-        _launch(memory, memory, sources[run], targets[run])
+    ids = [each for run in independent_runs(pairs) for each in np.array(pairs[run], np.int32).T]
+    on_device = iter(upload(ids, memory.device))
+    for sources, targets in zip(on_device, on_device, strict=True):
+        _launch(memory, memory, sources, targets)
 
 
 def independent_runs(pairs: Sequence[tuple[BlockId, BlockId]]) -> Iterator[slice]:

@@ -40,6 +40,10 @@ class CudaStreams:
         """Launch and copy on a stream."""
         return torch.cuda.stream(stream)
 
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Keep the memory of a tensor until what is launched on a stream is over."""
+        tensor.record_stream(stream)
+
 
 class _Done:
     """A stream, or an event, of a CPU, on which everything is done when the call returns."""
@@ -70,14 +74,17 @@ class HostStreams:
         """Launch and copy as ever."""
         return nullcontext(stream)
 
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Do nothing."""
+
 
 class BlockTransfers:
     """Copies blocks through pinned memory, so that the device reads and writes it while it computes.
 
     A read waits for its data, and the data for the steps that may have written it and for the copies and
     writes that have: `after_step` and `after_change` note when these are over. A write waits only for the
-    copy into pinned memory; the device does it after all steps in flight, which may write these blocks for
-    sequences that have ended, and computes what is launched next after it.
+    copy into pinned memory. Its data travel beside the steps in flight, but into the blocks they go between
+    these, which may write there for sequences that have ended, and what is launched next.
     """
 
     def __init__(self, memory: torch.Tensor, streams: CudaStreams | HostStreams | None = None) -> None:
@@ -100,12 +107,11 @@ class BlockTransfers:
         """Note that a step has been launched."""
         self._steps.append(self._recorded(self._streams.current()))
 
-    def after_change(self, block_ids: Sequence[BlockId], stream: Any = None) -> Any:
-        """Note that what has been launched changes blocks, on the stream of steps unless one is given."""
-        event = self._recorded(self._streams.current() if stream is None else stream)
+    def after_change(self, block_ids: Sequence[BlockId]) -> None:
+        """Note that what has been launched changes blocks."""
+        event = self._recorded(self._streams.current())
         self._changes = {block: each for block, each in self._changes.items() if not each.query()}
         self._changes.update(dict.fromkeys(block_ids, event))
-        return event
 
     def read(self, block_ids: Sequence[BlockId], into: Sequence[memoryview], num_in_flight: int = 0) -> None:
         """Copy to host memory blocks that the last `num_in_flight` steps do not write."""
@@ -121,16 +127,21 @@ class BlockTransfers:
 
     def write(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:
         """Copy host memory into blocks."""
-        computing = self._streams.current()
-        self._writes.wait_event(self._recorded(computing))
-        for index, (block_id, source) in enumerate(zip(block_ids, data, strict=True)):
-            place = index % _STAGED_BLOCKS
-            self._have_left[place].synchronize()
-            self._leaving[place].copy_(torch.frombuffer(source, dtype=torch.uint8))
-            with self._streams.use(self._writes):
-                self._memory[block_id].copy_(self._leaving[place], non_blocking=True)
+        if not block_ids:
+            return
+        with self._streams.use(self._writes):
+            arriving = self._memory.new_empty(len(block_ids), self._memory.shape[1])
+            for index, source in enumerate(data):
+                place = index % _STAGED_BLOCKS
+                self._have_left[place].synchronize()
+                self._leaving[place].copy_(torch.frombuffer(source, dtype=torch.uint8))
+                arriving[index].copy_(self._leaving[place], non_blocking=True)
                 self._have_left[place].record(self._writes)
-        computing.wait_event(self.after_change(block_ids, self._writes))
+        computing = self._streams.current()
+        computing.wait_event(self._recorded(self._writes))
+        move(arriving, self._memory, range(len(block_ids)), block_ids)
+        self._streams.keep(arriving, computing)
+        self.after_change(block_ids)
 
     def _recorded(self, stream: Any) -> Any:
         event = self._streams.event()

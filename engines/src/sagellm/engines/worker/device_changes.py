@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ from sagellm.engines.worker.masks import Words
 
 Longs = npt.NDArray[np.int64]
 _NONE = -1.0
+_ALIGNED_BYTES = 16
+"""Arrays begin at multiples of this: kernels are compiled once for such addresses, once for others."""
 
 
 def upload(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
@@ -24,6 +27,19 @@ def upload(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tenso
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def upload_all(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """Copy arrays to a device in one copy."""
+    sizes = [-(-each.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for each in arrays]
+    packed = np.zeros(sum(sizes), np.uint8)
+    for end, size, each in zip(accumulate(sizes), sizes, arrays, strict=True):
+        packed[end - size :][: each.nbytes] = each.reshape(-1).view(np.uint8)
+    pieces = upload(packed, device).split(sizes)  # type: ignore[no-untyped-call]
+    return [
+        piece[: each.nbytes].view(torch.from_numpy(each).dtype).view(each.shape)
+        for piece, each in zip(pieces, arrays, strict=True)
+    ]
 
 
 class PenalisedRow(NamedTuple):
@@ -57,7 +73,8 @@ class DeviceCounts:
 
         `last` (seats,) has the late tokens.
         """
-        new: list[Longs] = []  # (2, tokens): begins of rows of the counts; tokens, or whose they are
+        begins: list[Longs] = []  # of rows of the counts, for each token
+        sources: list[Longs] = []  # the token, or whose it is
         found = []
         for each in rows:
             row = self._row(each)
@@ -68,11 +85,13 @@ class DeviceCounts:
             ids = each.output_token_ids[self._num_counted[row] :].astype(np.int64)
             late = np.full(int(each.has_late_token), -1 - each.seat, np.int64)
             tokens = np.concatenate((ids[ids < self._vocab_size], late))
-            new.append(np.stack((np.full_like(tokens, row * self._vocab_size), tokens)))
+            begins.append(np.full_like(tokens, row * self._vocab_size))
+            sources.append(tokens)
             self._num_counted[row] = num_known
-        if new and (counted := np.concatenate(new, axis=1)).size:
-            begins, sources = upload(counted, self._device)
-            self._draw.count(self.counts, begins, sources, last)
+        if any(map(len, sources)):
+            arrays = [np.concatenate(begins), np.concatenate(sources)]
+            of_rows, of_tokens = upload_all(arrays, self._device)
+            self._draw.count(self.counts, of_rows, of_tokens, last)
         return found
 
     def _row(self, each: PenalisedRow) -> int:
@@ -123,20 +142,11 @@ class PlannedChanges:
         for place, row in enumerate(masks):
             self._of(row)[2] = place
         edited, addends = self._joined_edits(vocab_size)
-        parts: list[npt.NDArray[Any]] = [  # those of 8 bytes first: each lies at a multiple of its size
-            np.array(list(self._columns.values())).reshape(-1, 8),
-            np.array(self._drafts, np.int64),
-            edited,
-            addends,
-            np.stack(list(masks.values())).view(np.int32) if masks else np.empty((0, 1), np.int32),
-        ]
-        packed = upload(np.concatenate([each.reshape(-1).view(np.uint8) for each in parts]), counts.device)
-        pieces = packed.split([each.nbytes for each in parts])  # type: ignore[no-untyped-call]
-        plan, drafts, *of_edits, words = (
-            piece.view(torch.from_numpy(each).dtype).view(each.shape)
-            for piece, each in zip(pieces, parts, strict=True)
-        )
-        return DeviceChanges(plan, counts, drafts, words, *of_edits)
+        words = np.stack(list(masks.values())).view(np.int32) if masks else np.empty((0, 1), np.int32)
+        plan = np.array(list(self._columns.values())).reshape(-1, 8)
+        drafts = np.array(self._drafts, np.int64)
+        plan_, *others = upload_all([plan, drafts, words, edited, addends], counts.device)
+        return DeviceChanges(plan_, counts, *others)
 
     def _of(self, row: int) -> list[float]:
         return self._columns.setdefault(row, [float(row), _NONE, _NONE, 0.0, 0.0, 1.0, 0.0, 0.0])
