@@ -48,5 +48,5 @@ def test_every_kernel_compiles_and_attention_uses_what_the_device_has():
     attention = [each for each in launches if each["kernel"] == "attend"]
     assert all(each["copies_ahead"] and each["widest_load_bytes"] == 16 for each in attention)
     is_16_bit = [each["uses_tensor_cores"] for each in attention]
-    assert is_16_bit.count(False) == 5, "only the launches in float32 multiply without them"
+    assert is_16_bit.count(False) == 4, "only the launches in float32 multiply without them"
     assert max(each["shared_bytes"] for each in launches) <= 227 * 1024

@@ -20,8 +20,10 @@ SHORT_TOKENS = 17
 and the token before them.
 """
 
-_LEAST_ROWS, _MOST_ROWS = 16, 128
-"""Rows that are computed together at least, padding included, and at most."""
+_DRAFT_ROWS, _MOST_ROWS = 32, 128
+"""Rows of the smallest tile of drafts, padding included: with so few, reading KV takes longer than computing.
+And of the largest tile.
+"""
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,13 @@ def plan_tiles(num_new: Ints, lengths: Ints, group: int) -> list[Tiles]:
 def short_tile_tokens(num_new: int, group: int) -> int:
     """Return the tokens of the tiles of a short sequence: all that it computes, so that KV is read once.
 
-    Rounded up, so that there are few sizes, and to whatever costs no more. It depends on the sequence alone,
-    as the last bits of its rows may depend on the tile.
+    Rounded up, as each size is a launch of its own. It depends on the sequence alone, as the last bits of its
+    rows may depend on the tile.
     """
     if num_new == 1:
         return 1
     rounded = 1 << (num_new - 1).bit_length()
-    return min(max(rounded, _LEAST_ROWS // group), max(1, _MOST_ROWS // group))
+    return min(max(rounded, _DRAFT_ROWS // group), max(1, _MOST_ROWS // group))
 
 
 def upload(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
