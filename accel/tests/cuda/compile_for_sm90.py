@@ -17,6 +17,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from sagellm.accel.cuda.block_copies import copy_blocks
 from sagellm.accel.cuda.buckets import decode_buckets, row_buckets
 from sagellm.accel.cuda.graphs import GraphBuffers
 from sagellm.accel.cuda.layer_ops import (
@@ -140,9 +141,13 @@ def compile_all() -> None:
         add_and_normalise(before, x, Norm(x[0], 1e-6))
     silu_and_mul(x)
     round_to_fp8(x)
+    copy_blocks(torch.zeros(3, 32_768, dtype=torch.uint8), [(0, 1), (1, 2)])
     draw, logits = TritonDraw(), torch.zeros(4, 151_936)
     draw(logits, torch.zeros(4, 5, dtype=torch.float64))
     draw.change(logits, Changes())
+    tokens = torch.zeros(4, dtype=torch.int64)
+    draw.logprobs(logits, tokens, torch.zeros(2, 4, dtype=torch.int64), 20)
+    draw.count(Changes.counts, tokens, tokens, tokens)
 
 
 class Changes:

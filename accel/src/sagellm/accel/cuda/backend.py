@@ -29,7 +29,6 @@ from sagellm.accel.cuda.support import (
     check_support,
     on_device,
 )
-from sagellm.accel.cuda.transfers import BlockTransfers
 from sagellm.accel.operation_timer import OperationTimer
 from sagellm.core import (
     WHOLE,
@@ -53,6 +52,7 @@ from sagellm.core.protocols.forward import TimedOperation
 if TYPE_CHECKING:
     from sagellm.accel.cuda.decoder import StepTensors
     from sagellm.accel.cuda.graphs import Capture, StepGraphs
+    from sagellm.accel.cuda.transfers import BlockTransfers
 
 
 @dataclass(kw_only=True)
@@ -153,6 +153,8 @@ class CudaForwardBackend(ForwardBackendProtocol):
             self._allocate(layouts[0], num_blocks[0])
 
     def _allocate(self, layout: KVLayout, num_blocks: int) -> None:
+        from sagellm.accel.cuda.transfers import BlockTransfers  # it imports triton
+
         self._kv = self._transfers = self._graphs = None  # a second call replaces what the first allocated
         if layout.group.dtype == "float8_e4m3fn":
             check_fp8(self._device, "KV in fp8")
@@ -196,23 +198,28 @@ class CudaForwardBackend(ForwardBackendProtocol):
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Copy the KV of the first block of each pair to the second, one pair after the other."""
-        memory = self._ready().bytes
-        for source, target in pairs:
-            memory[target].copy_(memory[source])
+        from sagellm.accel.cuda.block_copies import copy_blocks  # it imports triton
+
+        with on_device(self._device):
+            copy_blocks(self._ready().bytes, pairs)
+            self._copier().after_change([target for _, target in pairs])
 
     @torch.inference_mode()
-    def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
-        """Copy the KV of blocks to host memory."""
-        self._ready()
-        assert self._transfers is not None, "made with the KV"
-        self._transfers.read(block_ids, into)
+    def read_blocks(
+        self, block_ids: Sequence[BlockId], into: Sequence[memoryview], *, num_in_flight: int = 0
+    ) -> None:
+        """Copy to host memory the KV of blocks that the last `num_in_flight` steps do not write.
+
+        Waits for earlier steps and for what copied or wrote these blocks, and for nothing else.
+        """
+        with on_device(self._device):
+            self._copier().read(block_ids, into, num_in_flight)
 
     @torch.inference_mode()
     def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:
         """Copy the KV of blocks from host memory."""
-        self._ready()
-        assert self._transfers is not None, "made with the KV"
-        self._transfers.write(block_ids, data)
+        with on_device(self._device):
+            self._copier().write(block_ids, data)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> torch.Tensor:
@@ -225,6 +232,7 @@ class CudaForwardBackend(ForwardBackendProtocol):
                 logits = self._launch(batch)
             else:
                 logits = self._model.logits(last, batch.logits_indices, batch.hidden)
+            self._copier().after_step()
         self._metrics.num_steps += 1
         self._metrics.num_tokens += len(batch.input_ids)
         self._metrics.total_ns += time.perf_counter_ns() - started_ns
@@ -284,6 +292,11 @@ class CudaForwardBackend(ForwardBackendProtocol):
         if self._kv is None:
             raise EngineError("the backend cuda was used before initialize_kv_caches; it has no KV")
         return self._kv
+
+    def _copier(self) -> BlockTransfers:
+        self._ready()
+        assert self._transfers is not None, "made with the KV"
+        return self._transfers
 
     def _step(self, batch: InputBatch) -> StepTensors:
         from sagellm.accel.cuda.decoder import StepTensors

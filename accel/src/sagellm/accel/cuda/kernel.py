@@ -23,7 +23,7 @@ _TRITON = {
 }
 
 
-_VARYING = ("num_tiles", "table_stride")
+_VARYING = ("num_edits", "num_tiles", "num_tokens", "num_top", "table_stride")
 """Arguments that differ from step to step, for some values of which Triton would compile a kernel anew."""
 
 

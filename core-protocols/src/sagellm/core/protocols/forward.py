@@ -134,8 +134,14 @@ class ForwardBackendProtocol(ABC):
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Copy the KV of each pair's first block to its second, pair by pair in order."""
 
-    def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
-        """Copy the KV of blocks, `layout.block_bytes` each, to host memory. Raises EngineError by default."""
+    def read_blocks(
+        self, block_ids: Sequence[BlockId], into: Sequence[memoryview], *, num_in_flight: int = 0
+    ) -> None:
+        """Copy the KV of blocks, `layout.block_bytes` each, to host memory. Raises EngineError by default.
+
+        The last `num_in_flight` calls of `forward` do not write these blocks, so that a device may read them
+        before it has computed those steps.
+        """
         raise EngineError(f"{type(self).__name__} cannot give KV away; remove the tiers from kv.tiers")
 
     def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:
