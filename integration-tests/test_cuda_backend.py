@@ -272,11 +272,13 @@ def test_steps_padded_for_graphs_have_the_same_logits_and_store_nothing_more(qwe
     assert (metrics.num_graphs, metrics.num_graph_steps, metrics.num_launched_steps) == (4, 4, 1)
 
 
-def test_steps_that_fit_no_graph_are_launched_and_counted(qwen3):
+def test_steps_that_fit_no_graph_or_are_profiled_are_launched_and_counted(qwen3, monkeypatch):
     expected, found = backends(qwen3, decode_graphs=[1, 3], prefill_graphs=[])
     found.expect_steps([], StepLimits(max_model_len=256, max_num_seqs=3, max_num_batched_tokens=64))
     with torch.inference_mode():
         found._capture(NUM_BLOCKS // 2, recorded)
+    ended = []
+    monkeypatch.setattr(found._transfers, "after_step", lambda: ended.append(None))
     last, first = (
         HiddenStates(layers=(layer,), indices=STEPS[1].logits_indices, values=torch.empty(1, 3, 32))
         for layer in (found._spec.geometry.num_layers, 0)
@@ -290,6 +292,11 @@ def test_steps_that_fit_no_graph_are_launched_and_counted(qwen3):
     ):
         torch.testing.assert_close(found.forward(each), expected.forward(each), rtol=1e-4, atol=1e-4)
         assert found.metrics().num_launched_steps == num_launched
+    profiled = []
+    found.report_operations(profiled.append)
+    found.forward(STEPS[1])
+    assert (len(profiled), found.metrics().num_launched_steps) == (1, 4)
+    assert len(ended) == found.metrics().num_steps == 6, "reads of blocks wait for the end of any step"
 
 
 def test_steps_beat_in_each_layer(qwen3):

@@ -10,7 +10,8 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -117,6 +118,8 @@ def run_other_sizes() -> None:
     for bucket in buckets:
         query = torch.zeros(bucket.num_rows, PLAIN.num_heads, PLAIN.head_dim, dtype=torch.bfloat16)
         buffers.step(bucket).attention.run(query, layer)
+    draw_rows(1, num_top=1)
+    draw_rows(16, num_top=16)
     again = [each.metadata.name for each in COMPILED if id(each) not in before]
     assert not again, f"compiled again for steps of other sizes: {again}"
 
@@ -142,22 +145,29 @@ def compile_all() -> None:
     silu_and_mul(x)
     round_to_fp8(x)
     copy_blocks(torch.zeros(3, 32_768, dtype=torch.uint8), [(0, 1), (1, 2)])
-    draw, logits = TritonDraw(), torch.zeros(4, 151_936)
-    draw(logits, torch.zeros(4, 5, dtype=torch.float64))
-    draw.change(logits, Changes())
-    tokens = torch.zeros(4, dtype=torch.int64)
-    draw.logprobs(logits, tokens, torch.zeros(2, 4, dtype=torch.int64), 20)
+    draw_rows(4, num_top=20)
+
+
+def draw_rows(count: int, num_top: int) -> None:
+    """Launch what draws so many tokens, each with a change of one logit, and reports the likeliest ones."""
+    draw, logits = TritonDraw(), torch.zeros(count, 151_936)
+    draw(logits, torch.zeros(count, 5, dtype=torch.float64))
+    tokens = torch.zeros(count, dtype=torch.int64)
+    draw.change(logits, Changes(drafts=tokens, edited=tokens, addends=torch.zeros(count)))
+    draw.logprobs(logits, tokens, torch.zeros(2, count, dtype=torch.int64), num_top)
     draw.count(Changes.counts, tokens, tokens, tokens)
 
 
+@dataclass(frozen=True)
 class Changes:
-    """Penalties, a mask and edits of two rows."""
+    """Penalties and a mask of two rows, and edits."""
 
-    plan = torch.zeros(2, 8, dtype=torch.float64)
-    counts = torch.zeros(1, 151_936, dtype=torch.int32)
-    drafts = edited = torch.zeros(3, dtype=torch.int64)
-    masks = torch.zeros(1, 4748, dtype=torch.int32)
-    addends = torch.zeros(3)
+    drafts: torch.Tensor
+    edited: torch.Tensor
+    addends: torch.Tensor
+    plan: ClassVar = torch.zeros(2, 8, dtype=torch.float64)
+    counts: ClassVar = torch.zeros(1, 151_936, dtype=torch.int32)
+    masks: ClassVar = torch.zeros(1, 4748, dtype=torch.int32)
 
 
 if __name__ == "__main__":
