@@ -23,7 +23,10 @@ from common import RESULTS, save
 
 ROOT = Path(__file__).parent.parent
 
-TESTS = ["accel/tests/cuda", *(f"integration-tests/test_cuda_{name}.py" for name in ("backend", "sampling"))]
+TESTS = [
+    "accel/tests/cuda",
+    *(f"integration-tests/test_cuda_{name}.py" for name in ("backend", "counts", "sampling")),
+]
 ANY_MARK = ["-m", "full or not full"]
 
 

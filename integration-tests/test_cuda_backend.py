@@ -16,7 +16,7 @@ from sagellm.accel import (
     QuantizationConfig,
     QuantizationGranularity,
 )
-from sagellm.core import InputBatch, KVGroup, KVLayout, PluginRegistry, UnsupportedModelError
+from sagellm.core import InputBatch, KVGroup, KVLayout, PluginRegistry, StepLimits, UnsupportedModelError
 from sagellm.core.protocols.attention import HiddenStates
 from sagellm.engines import EngineConfig, LLMEngine, SamplingParams
 from sagellm.engines.attention.sdpa import SDPABackend
@@ -247,27 +247,61 @@ def test_what_it_cannot_run_is_refused_with_the_reason(qwen3):
         backends(qwen3, shard=Shard(0, 2))
 
 
-@pytest.mark.full
-def test_a_decode_padded_for_a_graph_has_the_same_logits(qwen3):
-    from sagellm.accel.cuda.graphs import DecodeBuffers
+def recorded(compute):
+    """Stand in for a graph: run what was captured once more."""
+    compute()
+    return compute
 
-    _, found = backends(qwen3, graphs=False)
-    model, kv, spec = found._model, found._kv, found._spec
-    buffers = DecodeBuffers(8, NUM_BLOCKS, spec.attention[0], DEVICE)
-    assert [buffers.fits(each) for each in STEPS] == [False, True, False, True]
-    hidden = HiddenStates(layers=(0,), indices=STEPS[1].logits_indices, values=torch.empty(1, 3, 32))
-    assert not buffers.fits(replace(STEPS[1], hidden=hidden)), "a graph gives logits alone"
-    for each in STEPS:
-        expected = found.forward(each)
-        if not buffers.fits(each):
-            continue
-        for bucket in (8, 4):  # the larger one leaves behind what the smaller one must not read
-            before = kv.bytes.clone()
-            buffers.fill(each, bucket)
-            torch.testing.assert_close(model.forward(buffers.step(bucket), kv)[:3], expected)
-            # Sums of more rows may differ in their last bits, and so may what the real rows store again.
-            changed = (kv.bytes != before).reshape(NUM_BLOCKS, -1).any(1).nonzero()[:, 0]
-            stored = each.slot_mapping // BLOCK_SIZE
-            assert set(changed.tolist()) <= set(stored.tolist()), "rows of padding store nothing"
-    buffers.clear()
-    assert model.forward(buffers.step(2), kv).isfinite().all()
+
+@pytest.mark.full
+def test_steps_padded_for_graphs_have_the_same_logits_and_store_nothing_more(qwen3):
+    expected, found = backends(qwen3, decode_graphs=[4, 8], prefill_graphs=[8, 32])
+    prefill, decodes, mixed, _ = STEPS
+    torch.testing.assert_close(found.forward(prefill), expected.forward(prefill), rtol=1e-4, atol=1e-4)
+    before = found._kv.bytes.clone()
+    with torch.inference_mode():
+        found._capture(NUM_BLOCKS, recorded)
+    assert torch.equal(found._kv.bytes, before), "a step of padding stores nothing"
+    drafts = step([(5, 36), (1, 8), (1, 62)], wanted=[0, 1, 2, 3, 4, 5, 6])
+    for each in (decodes, mixed, drafts, decodes):  # a smaller step finds what a larger one left behind
+        before = found._kv.bytes.clone()
+        torch.testing.assert_close(found.forward(each), expected.forward(each), rtol=1e-4, atol=1e-4)
+        changed = (found._kv.bytes != before).reshape(NUM_BLOCKS, -1).any(1).nonzero()[:, 0]
+        assert set(changed.tolist()) <= set((each.slot_mapping // BLOCK_SIZE).tolist())
+    metrics = found.metrics()
+    assert (metrics.num_graphs, metrics.num_graph_steps, metrics.num_launched_steps) == (4, 4, 1)
+
+
+def test_steps_that_fit_no_graph_or_are_profiled_are_launched_and_counted(qwen3, monkeypatch):
+    expected, found = backends(qwen3, decode_graphs=[1, 3], prefill_graphs=[])
+    found.expect_steps([], StepLimits(max_model_len=256, max_num_seqs=3, max_num_batched_tokens=64))
+    with torch.inference_mode():
+        found._capture(NUM_BLOCKS // 2, recorded)
+    ended = []
+    monkeypatch.setattr(found._transfers, "after_step", lambda: ended.append(None))
+    last, first = (
+        HiddenStates(layers=(layer,), indices=STEPS[1].logits_indices, values=torch.empty(1, 3, 32))
+        for layer in (found._spec.geometry.num_layers, 0)
+    )
+    for each, num_launched in (
+        (STEPS[1], 0),
+        (replace(STEPS[1], hidden=last), 0),
+        (replace(STEPS[1], hidden=first), 1),
+        (step([(2, 5), (1, 3)]), 2),  # drafts
+        (step([(1, 3)]), 3),  # tables of more blocks than the graphs have room for
+    ):
+        torch.testing.assert_close(found.forward(each), expected.forward(each), rtol=1e-4, atol=1e-4)
+        assert found.metrics().num_launched_steps == num_launched
+    profiled = []
+    found.report_operations(profiled.append)
+    found.forward(STEPS[1])
+    assert (len(profiled), found.metrics().num_launched_steps) == (1, 4)
+    assert len(ended) == found.metrics().num_steps == 6, "reads of blocks wait for the end of any step"
+
+
+def test_steps_beat_in_each_layer(qwen3):
+    _, found = backends(qwen3)
+    beats = []
+    found.report_progress(lambda: beats.append(None))
+    found.forward(STEPS[3])
+    assert len(beats) == 2 * found._spec.geometry.num_layers

@@ -12,11 +12,14 @@ from sagellm.core import LogitsRequest, pack
 from sagellm.engines import EngineConfig, LLMEngine
 from sagellm.engines.sampling import draws, mass_cut
 from sagellm.engines.sampling.draws import IN_PROMPT, edits_of
+from sagellm.engines.sampling.inverse_cdf import padded
+from sagellm.engines.sampling.logprobs import with_logprobs
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.sampling.processors import LogitBias
 from sagellm.engines.sampling.random import uniforms
 from sagellm.engines.sampling.rows import SamplingRow
 from sagellm.engines.sampling.sampler import Sampler
+from sagellm.engines.sampling.token_logprobs import token_logprobs
 from sagellm.engines.testing import make_checkpoint
 from sagellm.engines.worker.device_changes import DeviceCounts, PenalisedRow, PlannedChanges
 
@@ -116,6 +119,51 @@ def test_masked_tokens_are_never_drawn():
     assert drawn(logits, params, 2) == sampled(logits, params, 2)
 
 
+def scored(logits, tokens, rows, num_top):
+    from sagellm.accel.cuda.sampling import token_logprobs
+
+    placed = torch.tensor([rows, list(range(len(tokens)))])
+    given = [each.to(DEVICE) for each in (logits, torch.tensor(tokens), placed)]
+    return token_logprobs(*given, num_top).cpu().numpy()
+
+
+@pytest.mark.parametrize("vocab_size", [7, 128, 700, pytest.param(9000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["random", "ties", "masked"])
+def test_log_probabilities_are_those_of_float64_and_of_the_sampler(vocab_size, kind):
+    """With ranks, and the likeliest tokens; of equal ones those with the lowest ids."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(5, vocab_size, generator=generator) * 3
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "masked":
+        logits[:, ::2] = -torch.inf
+    rows, tokens, num_top = [4, 0, 2], [1, vocab_size - 1, 5], min(20, vocab_size)
+    found = scored(logits, tokens, rows, num_top)
+    exact = torch.log_softmax(logits.double(), 1).numpy()
+    for row, token, columns in zip(rows, tokens, found, strict=True):
+        ids = np.lexsort((np.arange(vocab_size), -exact[row]))[:num_top]
+        assert columns[2 + num_top :].tolist() == ids.tolist()
+        np.testing.assert_allclose(columns[2 : 2 + num_top], exact[row, ids], atol=1e-6)
+        assert columns[0] == pytest.approx(exact[row, token], abs=1e-6)
+        assert columns[1] == (logits[row] >= logits[row, token]).sum()
+    picked = logits[rows]
+    scratch = torch.empty(len(rows) * padded(vocab_size))
+    theirs = token_logprobs(picked, torch.tensor(tokens), num_top, scratch).numpy()
+    np.testing.assert_allclose(found[:, : 2 + num_top], theirs[:, : 2 + num_top], atol=1e-5)
+    for mine, other, token in zip(found, theirs, tokens, strict=True):
+        mine, other = (with_logprobs(token, columns, num_top) for columns in (mine, other))
+        last = mine.top_logprobs[-1][1]  # of those that tie for the last places the sampler takes any
+        ids_of = [[each for each, value in one.top_logprobs if value > last + 1e-5] for one in (mine, other)]
+        assert ids_of[0] == ids_of[1]
+
+
+def test_log_probabilities_of_a_row_that_is_not_a_distribution_harm_no_other():
+    logits = torch.randn(2, 300)
+    logits[0, 200] = torch.nan
+    found = scored(logits, [-1, 3], [0, 1], 4)
+    assert found[1].tolist() == scored(logits, [-1, 3], [1, 1], 4)[1].tolist()
+
+
 def random_mask(generator, vocab_size):
     bits = generator.random(-(-vocab_size // 32) * 32) < 0.6
     return np.packbits(bits, bitorder="little").view("<u4")
@@ -143,7 +191,7 @@ def test_changes_of_logits_are_the_samplers_to_the_last_bit(vocab_size):
     drafts = [[], outputs[1][:2], [], [3, 3], [], []]
     late = torch.tensor([vocab_size - 1] * 6)
     masks = {row: random_mask(generator, vocab_size) for row in (1, 2, 4)}
-    counts, changes = DeviceCounts(DEVICE, vocab_size), PlannedChanges()
+    counts, changes = DeviceCounts(TritonDraw(), DEVICE, vocab_size), PlannedChanges()
     penalised = [
         PenalisedRow(
             row,
@@ -178,7 +226,9 @@ def test_changes_of_logits_are_the_samplers_to_the_last_bit(vocab_size):
 
 
 def test_counts_follow_a_sequence_and_begin_again_with_another():
-    counts, last = DeviceCounts(DEVICE, 10), torch.tensor([0, 7]).to(DEVICE)
+    from sagellm.accel.cuda.sampling import TritonDraw
+
+    counts, last = DeviceCounts(TritonDraw(), DEVICE, 10), torch.tensor([0, 7]).to(DEVICE)
 
     def counted(output, *, late=False, generation=1, repetition=1.0):
         params = SamplingParams(repetition_penalty=repetition, presence_penalty=1.0)

@@ -441,9 +441,9 @@ def test_a_step_copies_few_blocks_of_a_save(make, monkeypatch):
         backend = type(first.client.core.runner.backend)
         copy = getattr(backend, name)
 
-        def counted(self, block_ids, *buffers, copy=copy):
+        def counted(self, block_ids, *buffers, copy=copy, **steps):
             copied.append(len(block_ids))
-            copy(self, block_ids, *buffers)
+            copy(self, block_ids, *buffers, **steps)
 
         monkeypatch.setattr(backend, name, counted)
     monkeypatch.setattr("sagellm.kvmgr.kv_pool.saves._PART_BLOCKS", 4)

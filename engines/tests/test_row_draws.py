@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -426,13 +427,30 @@ class Waits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.names: set[str] = set()  # of all operations
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.partition("::")[2]
+        self.names.add(name)
         indices = args[1] if name in ("index", "index_put", "index_put_") else ()
         if name in self.NAMES or any(each is not None and each.dtype == torch.bool for each in indices):
             self.found.append(name)
         return func(*args, **(kwargs or {}))
+
+
+class Uncounted:
+    """Kernels, of which a draw on a CPU stands for each: their calls are counted, and nothing in them."""
+
+    def __init__(self, draw, calls, name="draw") -> None:
+        self._draw, self._calls, self._name = draw, calls, name
+
+    def __call__(self, *arguments):
+        self._calls[self._name] += 1
+        with torch.utils._python_dispatch._disable_current_modes():
+            return self._draw(*arguments)
+
+    def __getattr__(self, name):
+        return Uncounted(getattr(self._draw, name), self._calls, name)
 
 
 def test_what_waits_is_counted():
@@ -446,28 +464,27 @@ def test_what_waits_is_counted():
 @pytest.mark.parametrize("number", range(len(PARAMS)))
 def test_a_draw_on_a_device_waits_for_it_only_if_a_processor_reads_the_output(draw, monkeypatch, number):
     """Neither log-probabilities nor penalties, edits, masks and drafts take anything to the host."""
-    waits, settled = Waits(), []
+    waits, settled, calls = Waits(), [], Counter()
     worker = worker_of(draw)
     tokens = worker._tokens
-    launch, settle, change = tokens.launch, tokens._settle, draw.change
+    launch, settle = tokens.launch, tokens._settle
 
     def counted(*arguments):
+        calls["step"] += 1
         with waits:
             return launch(*arguments)
 
-    def uncounted(called):  # it stands in for a kernel
-        def call(*arguments):
-            with torch.utils._python_dispatch._disable_current_modes():
-                return called(*arguments)
-
-        return call
-
     monkeypatch.setattr(tokens, "launch", counted)
     monkeypatch.setattr(tokens, "_settle", lambda: settled.append(settle()))
-    monkeypatch.setattr(draw, "change", uncounted(change))
-    monkeypatch.setattr(tokens, "_draw", uncounted(draw))
-    tokens._draw.change = draw.change
+    monkeypatch.setattr(tokens, "_draw", Uncounted(draw, calls))
     player = Player(OverlappedExecutor(worker), [PARAMS[number]] * len(PARAMS), drafts=lambda *_: [3, 9])
     player.play()
     assert waits.found == []
+    if not settled:  # neither a sort of the vocabulary nor a softmax over it, in several launches
+        assert not waits.names & {"sort", "topk", "_softmax", "_log_softmax", "logsumexp"}
+    assert calls["draw"] == calls["step"] == max(calls.values()), "one call of each for all rows"
+    assert ("logprobs" in calls, "count" in calls) == (
+        PARAMS[number].logprobs is not None,
+        PARAMS[number].has_penalties and not PARAMS[number].extra_args,
+    )
     assert bool(settled) == bool(PARAMS[number].extra_args or PARAMS[number].bad_words_token_ids)

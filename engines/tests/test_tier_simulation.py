@@ -72,7 +72,7 @@ class HashBackend(ForwardBackendProtocol):
         for source, target in pairs:
             self._block(target)[:] = self._block(source)
 
-    def read_blocks(self, block_ids, into):
+    def read_blocks(self, block_ids, into, *, num_in_flight=0):
         for block_id, buffer in zip(block_ids, into, strict=True):
             buffer[:] = self._block(block_id)
 

@@ -9,28 +9,36 @@ from __future__ import annotations
 import json
 import re
 import sys
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from sagellm.accel.cuda.block_copies import copy_blocks
+from sagellm.accel.cuda.buckets import decode_buckets, row_buckets
+from sagellm.accel.cuda.graphs import GraphBuffers
 from sagellm.accel.cuda.layer_ops import (
     Norm,
+    RotateAndStore,
     Rotation,
     add_and_normalise,
-    rotate_and_store,
     round_to_fp8,
     silu_and_mul,
 )
-from sagellm.accel.cuda.paged_attention import plan_attention
-from sagellm.accel.cuda.paged_kv import PagedKV
+from sagellm.accel.cuda.paged_attention import layer_kv, plan_attention
+from sagellm.accel.cuda.paged_kv import LayerKV, PagedKV
 from sagellm.accel.cuda.sampling import TritonDraw
-from sagellm.core import AttentionSpec, KVGroup, KVLayout
+from sagellm.core import AttentionSpec, KVGroup, KVLayout, StepLimits
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
+PLAIN = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, scale=0.1)
+COMPILED: list[Any] = []
+"""What was compiled, at each launch."""
 
 
 class TargetOnly:
@@ -62,11 +70,20 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
         ),
     }
     sys.stdout.write(json.dumps(report) + "\n")
+    COMPILED.append(compiled)
     return compiled
 
 
-def run(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: str, *, has_norms: bool) -> None:
-    """Launch what a layer launches: decodes, drafts and a prefill."""
+def run(
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    kv_dtype: str,
+    *,
+    has_norms: bool,
+    layer: int = 1,
+    steps: Sequence[Sequence[int]] = ([1, 1], [1, 5, 17, 200]),
+) -> LayerKV:
+    """Launch what a layer launches for steps that compute so many tokens: decodes, drafts and a prefill."""
     group = KVGroup(
         layer_ids=(0, 1),
         num_kv_heads=spec.num_kv_heads,
@@ -78,23 +95,40 @@ def run(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: str, *, has_norms: bo
     half = spec.head_dim // 2
     rotation = Rotation(torch.ones(512, half), torch.ones(512, half))
     norm = Norm(torch.ones(spec.head_dim, dtype=dtype), 1e-6)
-    for num_new in ([1, 1], [1, 5, 200]):
+    rotate_and_store = RotateAndStore(kv, layer, spec, rotation, (norm, norm) if has_norms else None)
+    prepared = layer_kv(kv, layer, spec, dtype)
+    for num_new in steps:
         rows, counts = sum(num_new), np.array(num_new, np.int32)
         lengths = np.array([300] * len(num_new), np.int32)
-        tables = torch.zeros(len(num_new), 19, dtype=torch.int64)
+        tables = torch.zeros(len(num_new), 18 + len(num_new), dtype=torch.int64)
         qkv = torch.zeros(rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, dtype=dtype)
         places = torch.arange(rows)
-        norms = (norm, norm) if has_norms else None
-        query = rotate_and_store(qkv, places, places, kv, 1, spec, rotation, norms)
-        plan_attention(tables, counts, lengths, spec).run(query, kv, 1, spec)
+        plan_attention(tables, counts, lengths, spec).run(rotate_and_store(qkv, places, places), prepared)
+    return prepared
+
+
+def run_other_sizes() -> None:
+    """Launch steps of other sizes, in another layer and in buckets of graphs; none may compile a kernel."""
+    before = {id(each) for each in COMPILED}
+    steps = [[1], [1] * 16, [3], [200] * 16, [1, 1, 40], [2] * 3 + [17]]
+    layer = run(PLAIN, torch.bfloat16, "bfloat16", has_norms=True, layer=0, steps=steps)
+    limits = StepLimits(max_model_len=4096, max_num_seqs=16, max_num_batched_tokens=64)
+    buckets = [*decode_buckets((1, 16), limits, PLAIN), *row_buckets((16, 64), limits, PLAIN)]
+    buffers = GraphBuffers(buckets, 256, PLAIN, torch.zeros(64, 1))
+    for bucket in buckets:
+        query = torch.zeros(bucket.num_rows, PLAIN.num_heads, PLAIN.head_dim, dtype=torch.bfloat16)
+        buffers.step(bucket).attention.run(query, layer)
+    draw_rows(1, num_top=1)
+    draw_rows(16, num_top=16)
+    again = [each.metadata.name for each in COMPILED if id(each) not in before]
+    assert not again, f"compiled again for steps of other sizes: {again}"
 
 
 def compile_all() -> None:
     """Compile the kernels of Qwen3, Qwen2.5 and of windows and caps, in each format of KV."""
-    plain = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, scale=0.1)
     for kv_dtype in ("bfloat16", "float8_e4m3fn", "int8"):
-        run(plain, torch.bfloat16, kv_dtype, has_norms=True)
-    run(plain, torch.float32, "float32", has_norms=True)
+        run(PLAIN, torch.bfloat16, kv_dtype, has_norms=True)
+    run(PLAIN, torch.float32, "float32", has_norms=True)
     run(
         AttentionSpec(num_heads=14, num_kv_heads=2, head_dim=64, scale=0.1),
         torch.bfloat16,
@@ -110,19 +144,30 @@ def compile_all() -> None:
         add_and_normalise(before, x, Norm(x[0], 1e-6))
     silu_and_mul(x)
     round_to_fp8(x)
-    draw, logits = TritonDraw(), torch.zeros(4, 151_936)
-    draw(logits, torch.zeros(4, 5, dtype=torch.float64))
-    draw.change(logits, Changes())
+    copy_blocks(torch.zeros(3, 32_768, dtype=torch.uint8), [(0, 1), (1, 2)])
+    draw_rows(4, num_top=20)
 
 
+def draw_rows(count: int, num_top: int) -> None:
+    """Launch what draws so many tokens, each with a change of one logit, and reports the likeliest ones."""
+    draw, logits = TritonDraw(), torch.zeros(count, 151_936)
+    draw(logits, torch.zeros(count, 5, dtype=torch.float64))
+    tokens = torch.zeros(count, dtype=torch.int64)
+    draw.change(logits, Changes(drafts=tokens, edited=tokens, addends=torch.zeros(count)))
+    draw.logprobs(logits, tokens, torch.zeros(2, count, dtype=torch.int64), num_top)
+    draw.count(Changes.counts, tokens, tokens, tokens)
+
+
+@dataclass(frozen=True)
 class Changes:
-    """Penalties, a mask and edits of two rows."""
+    """Penalties and a mask of two rows, and edits."""
 
-    plan = torch.zeros(2, 8, dtype=torch.float64)
-    counts = torch.zeros(1, 151_936, dtype=torch.int32)
-    drafts = edited = torch.zeros(3, dtype=torch.int64)
-    masks = torch.zeros(1, 4748, dtype=torch.int32)
-    addends = torch.zeros(3)
+    drafts: torch.Tensor
+    edited: torch.Tensor
+    addends: torch.Tensor
+    plan: ClassVar = torch.zeros(2, 8, dtype=torch.float64)
+    counts: ClassVar = torch.zeros(1, 151_936, dtype=torch.int32)
+    masks: ClassVar = torch.zeros(1, 4748, dtype=torch.int32)
 
 
 if __name__ == "__main__":
@@ -134,3 +179,4 @@ if __name__ == "__main__":
 
     launches.num_programs = lambda device: 8 * 132
     compile_all()
+    run_other_sizes()

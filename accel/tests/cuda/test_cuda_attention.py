@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sagellm.accel.cuda.kernel import IS_INTERPRETED
-from sagellm.accel.cuda.paged_attention import plan_attention
+from sagellm.accel.cuda.paged_attention import layer_kv, plan_attention
 from sagellm.accel.cuda.paged_kv import PagedKV
-from sagellm.accel.cuda.tiles import SPLIT_TOKENS, plan_tiles
+from sagellm.accel.cuda.tiles import SHORT_TOKENS, SPLIT_TOKENS, plan_tiles
 from sagellm.core import AttentionSpec, KVGroup, KVLayout
 
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
@@ -65,7 +65,7 @@ class Step:
 
     def run(self):
         plan = plan_attention(self.tables, self.num_new, self.lengths, self.spec)
-        return plan.run(self.query.to(DEVICE), self.kv, LAYER, self.spec).cpu()
+        return plan.run(self.query.to(DEVICE), layer_kv(self.kv, LAYER, self.spec, self.query.dtype)).cpu()
 
     def expected(self):
         """Return what the definition gives, in float64."""
@@ -129,9 +129,45 @@ def test_a_prefill_sees_the_cached_prefix_and_no_later_token():
 
 
 def test_drafts_are_verified_in_splits_beside_decodes_and_prefills():
-    step = Step(spec_of(), [1, 6, 16, 90], [400, 300, 530, 100])
-    assert [tiles.split for tiles in plan_tiles(step.num_new, step.lengths, 2)] == [SPLIT_TOKENS, 0]
+    step = Step(spec_of(), [1, 6, 16, 90, 1, 17], [400, 300, 530, 100, 20, 18])
+    plan = plan_tiles(step.num_new, step.lengths, 2)
+    assert [tiles.split for tiles in plan] == [SPLIT_TOKENS] * 3 + [0]
+    assert [tiles.tile_tokens for tiles in plan] == [1, 16, 32, 64]
+    assert [tiles.sequences.tolist() for tiles in plan] == [[0, 4], [1, 2], [5], [3, 3]]
     step.check()
+
+
+@pytest.mark.parametrize(
+    ("group", "sizes"), [(1, 2), (2, 3), (4, 4), (7, 5), (8, 4), (16, 4), (32, 3), (200, 1)]
+)
+def test_drafts_read_their_kv_once_unless_that_takes_more_rows_than_a_tile_has(group, sizes):
+    num_new = np.arange(1, SHORT_TOKENS + 1, dtype=np.int32)
+    plan = plan_tiles(num_new, num_new + 300, group)
+    assert len(plan) == sizes
+    assert sorted(place for tiles in plan for place in set(tiles.sequences.tolist())) == list(
+        range(len(num_new))
+    )
+    for tiles in plan:
+        for place in tiles.sequences.tolist():
+            num_tiles = tiles.sequences.tolist().count(place)
+            most = max(1, 128 // group)
+            assert num_tiles == -(-int(num_new[place]) // most)
+    assert plan[0].tile_tokens == 1
+
+
+@pytest.mark.parametrize("num_heads", [4, 14])
+def test_rows_have_the_same_bits_whatever_is_computed_beside_them(num_heads):
+    num_new, lengths = [1, 4, 60, 2, 17, 1, 9], [300, 530, 80, 2, 280, 7, 520]
+    step = Step(spec_of(num_heads), num_new, lengths)
+    batched = step.run().split(num_new)
+    step.check()
+    queries, tables = step.query.split(num_new), step.tables
+    for place in range(len(num_new)):
+        step.query, step.tables = queries[place], tables[place : place + 1]
+        step.num_new, step.lengths = (
+            np.array(each[place : place + 1], np.int32) for each in (num_new, lengths)
+        )
+        assert torch.equal(step.run(), batched[place])
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])

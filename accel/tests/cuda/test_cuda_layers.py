@@ -8,9 +8,9 @@ import torch
 from sagellm.accel import FP8Quantizer, QuantizationConfig, QuantizationGranularity
 from sagellm.accel.cuda.layer_ops import (
     Norm,
+    RotateAndStore,
     Rotation,
     add_and_normalise,
-    rotate_and_store,
     round_to_fp8,
     silu_and_mul,
 )
@@ -87,7 +87,7 @@ def test_queries_are_rotated_and_keys_and_values_stored(num_heads, num_kv_heads,
     rotation = Rotation(angles.cos(), angles.sin())
     weights = random(head_dim, seed=4), random(head_dim, seed=5)
     norms = (Norm(weights[0], EPS), Norm(weights[1], EPS)) if has_norms else None
-    query = rotate_and_store(qkv, positions, slots, kv, layer, spec, rotation, norms)
+    query = RotateAndStore(kv, layer, spec, rotation, norms)(qkv, positions, slots)
 
     queries, keys, values = qkv.split([num_heads, num_kv_heads, num_kv_heads], 1)
     if has_norms:

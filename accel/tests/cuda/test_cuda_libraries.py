@@ -13,7 +13,7 @@ import torch
 
 from sagellm.accel.cuda import library_attention
 from sagellm.accel.cuda.library_attention import FlashAttention, FlashInfer
-from sagellm.accel.cuda.paged_kv import PagedKV
+from sagellm.accel.cuda.paged_kv import LayerKV, PagedKV
 from sagellm.core import AttentionSpec, InputBatch, KVGroup, KVLayout, UnsupportedModelError
 
 CPU = torch.device("cpu")
@@ -127,7 +127,9 @@ def test_a_library_attends_to_the_blocks_of_each_sequence(installed, library, bl
             )
             window = -1 if spec.sliding_window is None else spec.sliding_window - 1
             expected.append(attend(part, keys, values, spec.scale, window, spec.soft_cap))
-        torch.testing.assert_close(plan.run(query, kv, layer, spec), torch.cat(expected))
+        torch.testing.assert_close(
+            plan.run(query, LayerKV(spec, kv.views(layer), {}, {})), torch.cat(expected)
+        )
 
 
 def test_what_a_library_cannot_take_is_refused_with_the_reason(installed):

@@ -24,6 +24,7 @@ from sagellm.core import (
     PluginRegistry,
     ProviderSpec,
     Runtime,
+    StepLimits,
     UnsupportedModelError,
     get_logger,
 )
@@ -33,7 +34,7 @@ from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_core.building import CorePlan, build_core
 from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.engine_core.kv_tiers import read_tiers
-from sagellm.engines.engine_core.num_blocks import KVDemand, find_num_blocks
+from sagellm.engines.engine_core.num_blocks import find_num_blocks
 from sagellm.engines.forward.choice import make_backend
 from sagellm.engines.forward.free_cores import FreeCores
 from sagellm.engines.grammar.making import make_grammar
@@ -144,7 +145,20 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
             **_packed_cache(config),
         )
     backend = chosen.backend
-    num_blocks = config.kv.num_blocks or _fitting_blocks(config, layout, geometry, max_model_len)
+    limits = StepLimits(
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
+    reserved_bytes = backend.expect_steps([layout], limits)
+    num_blocks = config.kv.num_blocks or find_num_blocks(
+        layout,
+        geometry,
+        limits,
+        device=device,
+        fraction=config.kv.memory_fraction,
+        reserved_bytes=reserved_bytes,
+    )
     config = config.with_values({"model.dtype": opened.dtype_name, "kv.num_blocks": num_blocks})
     plan = CorePlan(
         modules=modules,
@@ -171,7 +185,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
     for kind, made in (("quantizer", quantizer), ("sparsifier", sparsifier)):
         if made is not None:
             core.add_metrics(kind, made.metrics)
-    limits = RequestLimits(
+    request_limits = RequestLimits(
         vocab_size=geometry.vocab_size,
         max_model_len=max_model_len,
         max_model_len_reason=reason,
@@ -184,7 +198,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         extra_args=core.worker.sampler.extra_args,
     )
     core.info = EngineInfo(
-        limits=limits,
+        limits=request_limits,
         settings={
             "model.device": device,
             "model.dtype": opened.dtype_name,
@@ -319,19 +333,6 @@ def _extra_features(config: EngineConfig, dtype_name: str, kv_dtype: str) -> set
         wanted.add("batch_invariant")
     is_default = config.forward.attention == type(config.forward)().attention
     return wanted if is_default else wanted | {"attention_backends"}
-
-
-def _fitting_blocks(
-    config: EngineConfig, layout: KVLayout, geometry: ModelGeometry, max_model_len: int
-) -> int:
-    demand = KVDemand(
-        max_model_len=max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-    )
-    return find_num_blocks(
-        layout, geometry, demand, device=config.model.device, fraction=config.kv.memory_fraction
-    )
 
 
 def _default_params(generation: GenerationDefaults) -> dict[str, Any]:

@@ -181,12 +181,10 @@ def attend(  # noqa: PLR0913
             COMPUTE,
         )
         if SPLIT:
-            is_kept = row < TILE_TOKENS * GROUP
             part = row.to(tl.int64) + (item * NUM_KV_HEADS + head) * (TILE_TOKENS * GROUP)
-            mask = is_kept[:, None] & (dims < D)[None, :]
             tl.store(partial + part[:, None] * D + dims[None, :], total, mask=mask)
-            tl.store(partial_stats + part * 2, weight_sum, mask=is_kept)
-            tl.store(partial_stats + part * 2 + 1, largest, mask=is_kept)
+            tl.store(partial_stats + part * 2, weight_sum, mask=is_row)
+            tl.store(partial_stats + part * 2 + 1, largest, mask=is_row)
         else:
             result = total / tl.where(is_row, weight_sum, 1.0)[:, None]
             tl.store(out + place[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,14 +11,15 @@ from torch.nn import functional
 
 from sagellm.accel.cuda.layer_ops import (
     Norm,
+    RotateAndStore,
     Rotation,
     add_and_normalise,
-    rotate_and_store,
     silu_and_mul,
 )
 from sagellm.accel.cuda.library_attention import StepAttention
 from sagellm.accel.cuda.linear import FP8Linear
-from sagellm.accel.cuda.paged_kv import PagedKV
+from sagellm.accel.cuda.paged_attention import layer_kv
+from sagellm.accel.cuda.paged_kv import LayerKV, PagedKV
 from sagellm.accel.linear import LinearContext, PlainLinear, Product, WideRows
 from sagellm.accel.lowering import lower
 from sagellm.accel.model_loader import ModelLoader
@@ -39,14 +41,12 @@ from sagellm.core.protocols.model_spec import LayerLinears
 
 @dataclass(frozen=True)
 class StepTensors:
-    """A step on the device. The sequences' rows lie one after another."""
+    """What the layers read of a step, on the device. The sequences' rows lie one after another."""
 
     input_ids: torch.Tensor  # (rows,)
     positions: torch.Tensor  # (rows,)
     slots: torch.Tensor  # (rows,) block * block_size + offset; below 0: padding, whose KV is not stored
-    wanted: torch.Tensor  # (logits rows,) rows whose logits are wanted
     attention: StepAttention
-    hidden: HiddenStates | None = None  # to be written; `wanted` and a graph are for logits alone
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,9 @@ class CudaDecoder:
             device,
             partial(PlainLinear, device) if quantizer is None else partial(FP8Linear, device, quantizer),
         )
+        self._dtype = dtype
+        self.beat: Callable[[], None] = lambda: None
+        """Called in each layer, as kernels may be compiled in between."""
         self._linears = LinearContext(WideRows(dtype, device))
         self._embedding = loader.tensor(decoder.embedding)
         self._rotation = _rotation(decoder.layers[0].rope, spec.geometry.max_model_len, device)
@@ -95,51 +98,83 @@ class CudaDecoder:
         self._head = head.adopt(self._embedding) if linears.is_tied else loader.linear(linears.head, head)
         self.metrics = loader.metrics(linears)
 
-    @torch.inference_mode()
-    def forward(self, step: StepTensors, kv: PagedKV, end_of: EndOf = not_timed) -> torch.Tensor:
-        """Return float32 logits (logits rows, vocab), and store the KV of all rows."""
+    def use(self, kv: PagedKV) -> None:
+        """Have all steps store and read this KV."""
+        self._on_kv: list[tuple[RotateAndStore, LayerKV]] = []
+        for index, layer in enumerate(self._layers):
+            spec = layer.attention
+            rotate_and_store = RotateAndStore(kv, index, spec, self._rotation, layer.head_norms)
+            self._on_kv.append((rotate_and_store, layer_kv(kv, index, spec, self._dtype)))
+
+    def forward(
+        self, step: StepTensors, wanted: torch.Tensor, hidden: HiddenStates | None, end_of: EndOf = not_timed
+    ) -> torch.Tensor:
+        """Return float32 logits (wanted rows, vocab) of a step, and store the KV of all its rows."""
+        last = self.run_layers(step, hidden=hidden, end_of=end_of)
+        return self.logits(last, wanted, hidden, end_of)
+
+    def run_layers(
+        self,
+        step: StepTensors,
+        out: torch.Tensor | None = None,
+        hidden: HiddenStates | None = None,
+        end_of: EndOf = not_timed,
+    ) -> torch.Tensor:
+        """Return the residual stream (rows, hidden) behind the layers, in `out` if there is one.
+
+        Stores the KV of all rows, and writes the hidden states that are wanted before the last.
+        """
         residual = functional.embedding(step.input_ids, self._embedding)
         end_of("embed")
         x: torch.Tensor | None = None
-        for index, layer in enumerate(self._layers):
-            if step.hidden is not None:
-                step.hidden.take(index, residual, x)
-            spec = layer.attention
+        for index, (layer, (rotate_and_store, kv)) in enumerate(zip(self._layers, self._on_kv, strict=True)):
+            self.beat()
+            if hidden is not None:
+                hidden.take(index, residual, x)
             normalised = add_and_normalise(x, residual, layer.input_norm)
             end_of("norm")
             qkv = layer.qkv.apply(normalised, self._linears)
             end_of("qkv")
-            query = rotate_and_store(
-                qkv.view(len(qkv), -1, spec.head_dim),
-                step.positions,
-                step.slots,
-                kv,
-                index,
-                spec,
-                self._rotation,
-                layer.head_norms,
-            )
+            heads = qkv.view(len(qkv), -1, layer.attention.head_dim)
+            query = rotate_and_store(heads, step.positions, step.slots)
             end_of("rope")
-            attended = step.attention.run(query, kv, index, spec)
+            self.beat()
+            attended = step.attention.run(query, kv)
             end_of("attend")
             x = layer.output.apply(attended.view(len(attended), -1), self._linears)
             end_of("output")
             normalised = add_and_normalise(x, residual, layer.feed_forward_norm)
             end_of("norm")
-            hidden = silu_and_mul(layer.gate_up.apply(normalised, self._linears))
+            gate_up = layer.gate_up.apply(normalised, self._linears)
+            gated = silu_and_mul(gate_up)
             end_of("gate_up")
-            x = layer.down.apply(hidden, self._linears)
+            x = layer.down.apply(gated, self._linears)
             end_of("down")
-        if step.hidden is not None:
-            last = add_and_normalise(x, residual.clone(), self._norm)
-            step.hidden.take(len(self._layers), last)
-        if x is not None:
-            x = x.index_select(0, step.wanted)
-        last = add_and_normalise(x, residual.index_select(0, step.wanted), self._norm)
+        assert x is not None, "a decoder has layers"
+        return torch.add(residual, x, out=out)
+
+    def logits(
+        self,
+        last: torch.Tensor,
+        wanted: torch.Tensor,
+        hidden: HiddenStates | None,
+        end_of: EndOf = not_timed,
+    ) -> torch.Tensor:
+        """Return float32 logits (wanted rows, vocab) of what the layers returned.
+
+        Writes the last hidden states if they are wanted.
+        """
+        num_layers = len(self._layers)
+        if hidden is not None and num_layers in hidden.layers:
+            hidden.values[hidden.layers.index(num_layers)].copy_(self._normalised(last, hidden.indices))
+        normalised = self._normalised(last, wanted)
         end_of("norm")
-        logits = self._head.apply(last, self._linears).float()
+        logits = self._head.apply(normalised, self._linears).float()
         end_of("head")
         return logits
+
+    def _normalised(self, last: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return add_and_normalise(None, last.index_select(0, rows), self._norm)
 
 
 def _layer(loader: ModelLoader, layer: LayerSpec, linears: LayerLinears) -> Layer:

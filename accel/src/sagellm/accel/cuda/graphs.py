@@ -1,182 +1,151 @@
-"""CUDA graphs of decodes, one for each number of sequences in a list."""
+"""CUDA graphs of the layers, one for each size to which steps are padded."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
+from sagellm.accel.cuda.buckets import Bucket
 from sagellm.accel.cuda.decoder import StepTensors
-from sagellm.accel.cuda.paged_attention import (
-    AttentionPlan,
-    DeviceTiles,
-    SequenceRows,
-    num_programs,
-    split_space,
-)
-from sagellm.accel.cuda.tiles import SPLIT_TOKENS, Ints, tiles_of
+from sagellm.accel.cuda.paged_attention import AttentionPlan, launches_of, planned_arrays
+from sagellm.accel.cuda.tiles import Ints, plan_all_tiles, scratch_size
+from sagellm.accel.uploads import on_host, pack, packed_length, unpack
 from sagellm.core import AttentionSpec, InputBatch
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Numbers of sequences for which there are graphs; other numbers are padded."""
+Compute: TypeAlias = Callable[[], object]
+Capture: TypeAlias = Callable[[Compute], Callable[[], None]]
+"""Records what a function launches, and returns what launches it again."""
 
 _WARM_UPS = 2
-_SCRATCH_ITEMS = 8192
-"""Splits that graphs have room for: 256 sequences of 8,192 tokens, say. More run without a graph."""
 
 
-@dataclass(frozen=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor  # (bucket, vocab)
+class GraphMemory:
+    """Captures graphs whose intermediate results share memory, as only one of them runs at a time.
 
-
-class DecodeBuffers:
-    """The inputs of decodes at fixed addresses, for up to `num_rows` sequences of `num_blocks` blocks.
-
-    Rows beyond those of a step are padding: they have no tokens, no splits and no slot.
+    All are captured on one stream, for which cuBLAS keeps one workspace.
     """
 
-    def __init__(self, num_rows: int, num_blocks: int, spec: AttentionSpec, device: torch.device) -> None:
-        def ints(*shape: int) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=torch.int32, device=device)
-
-        self.num_rows, self.num_items = num_rows, _SCRATCH_ITEMS
-        self._input_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._positions, self._wanted = self._input_ids.clone(), self._input_ids.clone()
-        self._slots = torch.full_like(self._input_ids, -1)
-        self._tables = ints(num_rows, num_blocks)
-        # One piece, so that what the host plans is one copy: lengths, first items, tiles of items.
-        self._planned = ints(2 * num_rows + 1 + self.num_items)
-        self._staged = torch.zeros_like(self._planned, device="cpu", pin_memory=device.type == "cuda")
-        self._is_copied: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._order = torch.arange(num_rows, dtype=torch.int32, device=device)
-        self._firsts, self._ones = ints(num_rows), torch.ones_like(self._order)
-        self._space = split_space(self.num_items, 1, spec, device)
-        self._num_programs = num_programs(device)
-
-    def fits(self, batch: InputBatch) -> bool:
-        """Say whether a step consists of decodes alone, wants logits alone, and fits."""
-        num_items = sum(-(-length // SPLIT_TOKENS) for length in batch.seq_lens)
-        return (
-            batch.hidden is None
-            and len(batch.input_ids) == batch.num_seqs <= self.num_rows
-            and len(batch.logits_indices) <= batch.num_seqs
-            and batch.block_tables.shape[1] <= self._tables.shape[1]
-            and num_items <= self.num_items
-        )
-
-    def fill(self, batch: InputBatch, bucket: int) -> None:
-        """Copy a step into the buffers, and pad it. Waits for nothing but the last step's copy."""
-        rows, width = batch.block_tables.shape
-        self._input_ids[:rows].copy_(batch.input_ids)
-        self._positions[:rows].copy_(batch.position_ids)
-        self._slots[:rows].copy_(batch.slot_mapping)
-        self._slots[rows:bucket].fill_(-1)
-        self._wanted[: len(batch.logits_indices)].copy_(batch.logits_indices)
-        self._wanted[len(batch.logits_indices) : bucket].fill_(0)  # an index of a larger step is out of range
-        self._tables[:rows, :width].copy_(batch.block_tables)
-        self._plan(np.array(batch.seq_lens, np.int32))
-
-    def _plan(self, lengths: Ints) -> None:
-        rows, all_rows = len(lengths), self.num_rows
-        tiles = tiles_of(
-            np.arange(rows, dtype=np.int32),
-            np.ones(rows, np.int32),
-            lengths,
-            tile_tokens=1,
-            split=SPLIT_TOKENS,
-        )
-        num_items = len(tiles.item_tiles)
-        if self._is_copied is not None:
-            self._is_copied.synchronize()
-        staged = self._staged.numpy()
-        staged[:rows], staged[rows:all_rows] = lengths, 1
-        staged[all_rows : all_rows + rows + 1] = tiles.item_begins
-        staged[all_rows + rows + 1 : 2 * all_rows + 1] = num_items
-        staged[2 * all_rows + 1 : 2 * all_rows + 1 + num_items] = tiles.item_tiles
-        used = 2 * all_rows + 1 + num_items
-        self._planned[:used].copy_(self._staged[:used], non_blocking=True)
-        if self._is_copied is not None:
-            self._is_copied.record()
-
-    def clear(self) -> None:
-        """Make all rows padding."""
-        self._slots.fill_(-1)
-        self._wanted.fill_(0)
-        self._plan(np.empty(0, np.int32))
-
-    def step(self, bucket: int) -> StepTensors:
-        """Return the first rows of the buffers as a step."""
-        sizes = [self.num_rows, self.num_rows + 1, self.num_items]
-        lengths, begins, items = self._planned.split(sizes)  # type: ignore[no-untyped-call]
-        order, firsts = self._order[:bucket], self._firsts[:bucket]
-        tiles = DeviceTiles(
-            sequences=order,
-            firsts=firsts,
-            item_tiles=items,
-            item_begins=begins,
-            num_tiles=bucket,
-            num_programs=self._num_programs,
-            tile_tokens=1,
-            split=SPLIT_TOKENS,
-            **self._space,
-        )
-        rows = SequenceRows(self._tables[:bucket], order, self._ones[:bucket], lengths[:bucket])
-        return StepTensors(
-            input_ids=self._input_ids[:bucket],
-            positions=self._positions[:bucket],
-            slots=self._slots[:bucket],
-            wanted=self._wanted[:bucket],
-            attention=AttentionPlan(rows, (tiles,)),
-        )
-
-
-class DecodeGraphs:
-    """Captures a graph when its bucket is first needed, and replays it from then on.
-
-    All graphs share one pool of memory, which is sound because only one of them runs at a time, and because
-    their logits are read before the next step is submitted to the same stream.
-    """
-
-    def __init__(self, buffers: DecodeBuffers, compute: Callable[[StepTensors], torch.Tensor]) -> None:
-        self._buffers, self._compute = buffers, compute
-        self._graphs: dict[int, _Graph] = {}
+    def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def capture(self, compute: Compute) -> Callable[[], None]:
+        """Run a function, which compiles its kernels, then record it."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                compute()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            compute()
+        return graph.replay
+
+
+class GraphBuffers:
+    """What all graphs read and write, at fixed addresses. At first a step of nothing but padding.
+
+    Rows of padding belong to no sequence and have no slot, so nothing is stored or attended to for them.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], num_blocks: int, spec: AttentionSpec, last: torch.Tensor
+    ) -> None:
+        """Create it for sequences of this many blocks; `last` (rows, hidden) is for the layers' result."""
+        device, self.last = last.device, last
+        num_seqs = max(each.num_seqs for each in buckets)
+        num_planned = max(packed_length(each.lengths, 4) for each in buckets)
+        self._spec = spec
+        self._ids, self._positions, self._slots = torch.zeros(3, len(last), dtype=torch.int64, device=device)
+        self._slots.fill_(-1)
+        self._tables = torch.zeros(num_seqs, num_blocks, dtype=torch.int64, device=device)
+        self._planned = torch.zeros(num_planned, dtype=torch.int32, device=device)
+        num_values = max(scratch_size(counts, spec) for each in buckets for counts in each.launches)
+        self._scratch = torch.empty(num_values, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all of them."""
+        held = self.last, self._ids, self._positions, self._slots, self._tables, self._planned, self._scratch
+        return sum(each.nbytes for each in held)
+
+    def step(self, bucket: Bucket) -> StepTensors:
+        """Return the part of the buffers that a bucket's graph reads."""
+        arrays = unpack(self._planned, bucket.lengths)
+        launches = launches_of(arrays, bucket.launches, self._tables, self._scratch, self._spec)
+        ids, positions, slots = (
+            each[: bucket.num_rows] for each in (self._ids, self._positions, self._slots)
+        )
+        return StepTensors(ids, positions, slots, AttentionPlan(launches))
+
+    def fill(self, batch: InputBatch, bucket: Bucket) -> bool:
+        """Copy a step into the buffers, padded, unless it does not fit. Waits for nothing."""
+        lengths = np.array(batch.seq_lens, np.int32)
+        num_new = np.array(batch.query_lens, np.int32)
+        num_seqs, width = batch.block_tables.shape
+        planned = self._plan(num_new, lengths, bucket)
+        if planned is None or num_seqs > bucket.num_seqs or width > self._tables.shape[1]:
+            return False
+        rows = len(batch.input_ids)
+        torch._foreach_copy_(
+            [self._ids[:rows], self._positions[:rows], self._slots[:rows]],
+            [batch.input_ids, batch.position_ids, batch.slot_mapping],
+        )
+        self._tables[:num_seqs, :width].copy_(batch.block_tables)
+        if rows < bucket.num_rows:
+            self._slots[rows : bucket.num_rows].fill_(-1)
+        self._planned[: len(planned)].copy_(on_host(planned, self._planned.device), non_blocking=True)
+        return True
+
+    def _plan(self, num_new: Ints, lengths: Ints, bucket: Bucket) -> Ints | None:
+        group = self._spec.num_heads // self._spec.num_kv_heads
+        tiles = plan_all_tiles(num_new, lengths, group)[: len(bucket.launches)]
+        padded = bucket.padded(planned_arrays(num_new, lengths, tiles), tiles)
+        return None if padded is None else pack(padded)
+
+
+class _Graph(NamedTuple):
+    bucket: Bucket
+    replay: Callable[[], None]
+
+
+class StepGraphs:
+    """Graphs of steps that decode one token of each sequence, and of all others."""
+
+    def __init__(self, buffers: GraphBuffers, decodes: Sequence[Bucket], others: Sequence[Bucket]) -> None:
+        self._buffers, self._buckets = buffers, (decodes, others)
+        self._decodes: list[_Graph] = []
+        self._others: list[_Graph] = []
         self.num_replays = 0
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return len(self._decodes) + len(self._others)
+
+    def capture(self, run_layers: Callable[[StepTensors, torch.Tensor], object], capture: Capture) -> None:
+        """Capture all of them; `run_layers` writes the result of a step to a tensor (rows, hidden)."""
+        self._others, self._decodes = (
+            [self._captured(bucket, run_layers, capture) for bucket in reversed(buckets)][::-1]
+            for buckets in reversed(self._buckets)  # the largest first, whose memory the others use
+        )
+
+    def _captured(
+        self, bucket: Bucket, run_layers: Callable[[StepTensors, torch.Tensor], object], capture: Capture
+    ) -> _Graph:
+        step, last = self._buffers.step(bucket), self._buffers.last[: bucket.num_rows]
+        return _Graph(bucket, capture(lambda: run_layers(step, last)))
 
     def run(self, batch: InputBatch) -> torch.Tensor | None:
-        """Return a step's logits, valid until the next call; None if graphs do not take such steps."""
-        if not self._buffers.fits(batch):
+        """Return what the layers make of a step (rows, hidden) until the next call; None if none fits it."""
+        rows = len(batch.input_ids)
+        is_decode = rows == batch.num_seqs
+        graphs = self._decodes if is_decode and self._decodes else self._others
+        place = bisect_left(graphs, rows, key=lambda graph: graph.bucket.num_rows)
+        if place == len(graphs) or not self._buffers.fill(batch, graphs[place].bucket):
             return None
-        bucket = BUCKETS[bisect_left(BUCKETS, batch.num_seqs)]
-        if bucket not in self._graphs:
-            self._graphs[bucket] = self._capture(bucket)
-        self._buffers.fill(batch, bucket)
-        captured = self._graphs[bucket]
-        captured.graph.replay()
+        graphs[place].replay()
         self.num_replays += 1
-        return captured.logits[: len(batch.logits_indices)]
-
-    def _capture(self, bucket: int) -> _Graph:
-        """Run the step of nothing but padding, to compile its kernels, then record it."""
-        self._buffers.clear()
-        step = self._buffers.step(bucket)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                self._compute(step)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._compute(step)
-        return _Graph(graph, logits)
+        return self._buffers.last[:rows]

@@ -23,12 +23,16 @@ _TRITON = {
 }
 
 
+_VARYING = ("num_edits", "num_tiles", "num_tokens", "num_top", "table_stride")
+"""Arguments that differ from step to step, for some values of which Triton would compile a kernel anew."""
+
+
 def kernel(function: Callable[..., Any]) -> Any:
     """Declare a kernel: `declared[grid](...)` launches it.
 
     Its arguments are annotated as inside: tensors there are pointers or numbers here.
     """
-    return triton.jit(function)
+    return triton.jit(function, do_not_specialize=_VARYING)
 
 
 def device_function(function: Callable[..., Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,12 +15,13 @@ from sagellm.core import AttentionSpec
 _GATE_PIECE = 1024
 
 
-@dataclass(frozen=True)
 class Norm:
     """The weight of a norm by the root mean square, and what is added to the mean."""
 
-    weight: torch.Tensor
-    eps: float
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+        size = len(weight)
+        self.launch = {"SIZE": size, "BLOCK": next_power_of_2(size), "num_warps": _num_warps(size)}
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ class Rotation:
 def add_and_normalise(x: torch.Tensor | None, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
     """Add x (rows, hidden) to the residual in place, unless it is None, and return the sum normalised."""
     out = torch.empty_like(residual)
-    size = residual.shape[1]
     if len(residual):
         kernels.add_norm[(len(residual),)](
             residual if x is None else x,
@@ -42,53 +42,51 @@ def add_and_normalise(x: torch.Tensor | None, residual: torch.Tensor, norm: Norm
             norm.weight,
             out,
             norm.eps,
-            SIZE=size,
-            BLOCK=next_power_of_2(size),
             HAS_RESIDUAL=x is not None,
-            num_warps=_num_warps(size),
+            **norm.launch,
         )
     return out
 
 
-def rotate_and_store(  # noqa: PLR0913
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    kv: PagedKV,
-    layer: int,
-    spec: AttentionSpec,
-    rotation: Rotation,
-    norms: tuple[Norm, Norm] | None,
-) -> torch.Tensor:
-    """Return rotated queries (rows, heads, D) of (rows, heads + 2 KV heads, D), and store keys and values."""
-    query = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim)
-    half = spec.head_dim // 2
-    query_norm, key_norm = (
-        (rotation.cosines, rotation.cosines) if norms is None else [e.weight for e in norms]
-    )
-    kernels.rotate_and_store[(len(qkv), spec.num_heads + 2 * spec.num_kv_heads)](
-        qkv,
-        query,
-        kv.values,
-        kv.scales,
-        positions,
-        slots,
-        rotation.cosines,
-        rotation.sines,
-        query_norm,
-        key_norm,
-        0.0 if norms is None else norms[0].eps,
-        NUM_HEADS=spec.num_heads,
-        NUM_KV_HEADS=spec.num_kv_heads,
-        HALF=half,
-        BLOCK_HALF=next_power_of_2(half),
-        BLOCK_SIZE=kv.layout.block_size,
-        HAS_NORM=norms is not None,
-        SCALED_MAX=kv.scaled_max,
-        num_warps=1,
-        **asdict(kv.place(layer)),
-    )
-    return query
+class RotateAndStore:
+    """Rotates a layer's queries and keys, and stores its keys and values; made when KV is allocated."""
+
+    def __init__(
+        self,
+        kv: PagedKV,
+        layer: int,
+        spec: AttentionSpec,
+        rotation: Rotation,
+        norms: tuple[Norm, Norm] | None,
+    ) -> None:
+        self._query_shape = spec.num_heads, spec.head_dim
+        self._num_heads = spec.num_heads + 2 * spec.num_kv_heads
+        half = spec.head_dim // 2
+        self._launch = {
+            "kv": kv.values,
+            "kv_scales": kv.scales,
+            "cosines": rotation.cosines,
+            "sines": rotation.sines,
+            "query_norm": rotation.cosines if norms is None else norms[0].weight,
+            "key_norm": rotation.cosines if norms is None else norms[1].weight,
+            "eps": 0.0 if norms is None else norms[0].eps,
+            "NUM_HEADS": spec.num_heads,
+            "NUM_KV_HEADS": spec.num_kv_heads,
+            "HALF": half,
+            "BLOCK_HALF": next_power_of_2(half),
+            "BLOCK_SIZE": kv.layout.block_size,
+            "HAS_NORM": norms is not None,
+            "SCALED_MAX": kv.scaled_max,
+            "num_warps": 1,
+            **kv.place(layer),
+        }
+
+    def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Return rotated queries (rows, heads, D) of (rows, heads + 2 KV heads, D)."""
+        query = qkv.new_empty(len(qkv), *self._query_shape)
+        grid = (len(qkv), self._num_heads)
+        kernels.rotate_and_store[grid](qkv, query, positions=positions, slots=slots, **self._launch)
+        return query
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sagellm.accel.cuda.paged_kv import PagedKV
+from sagellm.accel.cuda.paged_kv import LayerKV
 from sagellm.core import AttentionSpec, InputBatch, KVLayout, ModelSpec, UnsupportedModelError
 
 _WORKSPACE_BYTES = 128 << 20
@@ -26,7 +26,7 @@ class StepAttention(ABC):
     """What all layers of a step share."""
 
     @abstractmethod
-    def run(self, query: torch.Tensor, kv: PagedKV, layer: int, spec: AttentionSpec) -> torch.Tensor:
+    def run(self, query: torch.Tensor, layer: LayerKV) -> torch.Tensor:
         """Return (rows, heads, D) for queries (rows, heads, D) whose KV is already stored."""
 
 
@@ -114,8 +114,8 @@ class _FlashInferStep(StepAttention):
     def __init__(self, wrappers: dict[AttentionSpec, Any]) -> None:
         self._wrappers = wrappers
 
-    def run(self, query: torch.Tensor, kv: PagedKV, layer: int, spec: AttentionSpec) -> torch.Tensor:
-        out: torch.Tensor = self._wrappers[spec].run(query, kv.layer(layer))
+    def run(self, query: torch.Tensor, layer: LayerKV) -> torch.Tensor:
+        out: torch.Tensor = self._wrappers[layer.spec].run(query, layer.views)
         return out
 
 
@@ -154,8 +154,9 @@ class _FlashAttentionStep(StepAttention):
     def __init__(self, attend: Callable[..., torch.Tensor], given: dict[str, Any]) -> None:
         self._attend, self._given = attend, given
 
-    def run(self, query: torch.Tensor, kv: PagedKV, layer: int, spec: AttentionSpec) -> torch.Tensor:
-        keys, values = (each.transpose(1, 2) for each in kv.layer(layer))  # (blocks, tokens, heads, D)
+    def run(self, query: torch.Tensor, layer: LayerKV) -> torch.Tensor:
+        keys, values = (each.transpose(1, 2) for each in layer.views)  # (blocks, tokens, heads, D)
+        spec = layer.spec
         window = -1 if spec.sliding_window is None else spec.sliding_window - 1
         return self._attend(
             query,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,98 +14,138 @@ import torch
 from sagellm.accel.cuda.attention_kernels import attend, merge_splits
 from sagellm.accel.cuda.kernel import compute_type, next_power_of_2
 from sagellm.accel.cuda.library_attention import StepAttention
-from sagellm.accel.cuda.paged_kv import PagedKV
+from sagellm.accel.cuda.paged_kv import LayerKV, PagedKV
 from sagellm.accel.cuda.support import IS_INTERPRETED
-from sagellm.accel.cuda.tiles import Ints, Tiles, plan_tiles, upload
+from sagellm.accel.cuda.tiles import Ints, TileCounts, Tiles, plan_tiles, scratch_size
+from sagellm.accel.uploads import upload
 from sagellm.core import AttentionSpec
 
 _PROGRAMS_PER_PROCESSOR = 8
 """Programs that walk through the items of a step, for each multiprocessor."""
 
 
+def layer_kv(kv: PagedKV, layer: int, spec: AttentionSpec, dtype: torch.dtype) -> LayerKV:
+    """Return what all steps' attention of a layer has in common; `dtype` is that of queries."""
+    block_d = next_power_of_2(spec.head_dim)
+    merge = {
+        "NUM_KV_HEADS": spec.num_kv_heads,
+        "GROUP": spec.num_heads // spec.num_kv_heads,
+        "D": spec.head_dim,
+        "BLOCK_D": max(16, block_d),
+        "WINDOW": spec.sliding_window or 0,
+    }
+    attend = {
+        "kv": kv.values,
+        "kv_scales": kv.scales,
+        "scale": spec.scale,
+        "BLOCK_N": 64 if block_d <= 128 else 32,
+        "BLOCK_SIZE": kv.layout.block_size,
+        "SOFT_CAP": spec.soft_cap or 0.0,
+        "IS_SCALED": bool(kv.scaled_max),
+        "COMPUTE": compute_type(dtype),
+        "num_stages": 2,
+        **kv.place(layer),
+        **merge,
+    }
+    return LayerKV(spec, kv.views(layer), attend, merge)
+
+
 @dataclass(frozen=True)
-class SequenceRows:
-    """The sequences of a step on the device; all but the tables (sequences,)."""
+class TileLaunch:
+    """A launch of each layer, and one that merges its splits, if there are any."""
 
-    tables: torch.Tensor  # (sequences, blocks of the longest)
-    row_begins: torch.Tensor
-    num_new: torch.Tensor
-    lengths: torch.Tensor
-
-
-@dataclass(frozen=True)
-class DeviceTiles:
-    """Tiles on the device, and the space for their splits."""
-
-    sequences: torch.Tensor
-    firsts: torch.Tensor
-    item_tiles: torch.Tensor
-    item_begins: torch.Tensor
-    num_tiles: int
-    num_programs: int
-    tile_tokens: int
-    split: int
-    partial: torch.Tensor  # (items * heads * tile tokens, D) float32
-    partial_stats: torch.Tensor  # (items * heads * tile tokens, 2) float32
+    attend_grid: tuple[int, int]
+    attend: Mapping[str, Any]
+    merge_grid: tuple[int, int]
+    merge: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
 class AttentionPlan(StepAttention):
-    """Tiles of our own kernels."""
+    """Launches of our own kernels."""
 
-    rows: SequenceRows
-    tiles: tuple[DeviceTiles, ...]
+    launches: tuple[TileLaunch, ...]
 
-    def run(self, query: torch.Tensor, kv: PagedKV, layer: int, spec: AttentionSpec) -> torch.Tensor:
-        """Launch the tiles."""
+    def run(self, query: torch.Tensor, layer: LayerKV) -> torch.Tensor:
+        """Launch them."""
         out = torch.empty_like(query)
-        for tiles in self.tiles:
-            _run_tiles(query, kv, layer, spec, self.rows, tiles, out)
+        for each in self.launches:
+            attend[each.attend_grid](query, out=out, **each.attend, **layer.attend)
+            if each.merge is not None:
+                merge_splits[each.merge_grid](out=out, **each.merge, **layer.merge)
         return out
 
 
 def plan_attention(tables: torch.Tensor, num_new: Ints, lengths: Ints, spec: AttentionSpec) -> AttentionPlan:
     """Plan a step whose sequences have these numbers of rows and tokens; one copy to the device."""
-    device = tables.device
-    plan = plan_tiles(num_new, lengths, spec.num_heads // spec.num_kv_heads)
+    tiles = plan_tiles(num_new, lengths, spec.num_heads // spec.num_kv_heads)
+    counts = [each.counts for each in tiles]
+    arrays = upload(planned_arrays(num_new, lengths, tiles), tables.device)
+    scratch = torch.empty(max(map(scratch_size, counts, repeat(spec)), default=0), device=tables.device)
+    return AttentionPlan(launches_of(arrays, counts, tables, scratch, spec))
+
+
+def planned_arrays(num_new: Ints, lengths: Ints, tiles: Sequence[Tiles]) -> list[Ints]:
+    """Return what the launches of a step read, but for the tables: by sequence, then by launch."""
     arrays = [np.cumsum(num_new, dtype=np.int32) - num_new, num_new, lengths]
-    for each in plan:
-        arrays += [each.sequences, each.firsts, each.item_tiles, each.item_begins]
-    begins, counts, ends, *parts = upload(arrays, device)
-    tiles = [
-        _device_tiles(each, parts[4 * place : 4 * place + 4], spec, device) for place, each in enumerate(plan)
-    ]
-    return AttentionPlan(SequenceRows(tables, begins, counts, ends), tuple(tiles))
+    return arrays + [array for each in tiles for array in each.arrays]
 
 
-def _device_tiles(
-    tiles: Tiles, parts: list[torch.Tensor], spec: AttentionSpec, device: torch.device
-) -> DeviceTiles:
-    sequences, firsts, item_tiles, item_begins = parts
-    num_items = len(tiles.item_tiles)
-    most = num_programs(device) if tiles.split else num_items
-    return DeviceTiles(
-        sequences=sequences,
-        firsts=firsts,
-        item_tiles=item_tiles,
-        item_begins=item_begins,
-        num_tiles=len(tiles.sequences),
-        num_programs=min(num_items, most),
-        tile_tokens=tiles.tile_tokens,
-        split=tiles.split,
-        **split_space(num_items if tiles.split else 0, tiles.tile_tokens, spec, device),
+def launches_of(
+    arrays: Sequence[torch.Tensor],
+    counts: Sequence[TileCounts],
+    tables: torch.Tensor,
+    scratch: torch.Tensor,
+    spec: AttentionSpec,
+) -> tuple[TileLaunch, ...]:
+    """Return the launches that read `planned_arrays` on the device, one for each of `counts`.
+
+    They compute the items that the arrays have, which may be fewer than are counted. `scratch` is float32.
+    """
+    row_begins, num_new, lengths, *of_tiles = arrays
+    rows = {"row_begins": row_begins, "num_new": num_new, "lengths": lengths}
+    table = {"tables": tables, "table_stride": tables.stride(0)}
+    return tuple(
+        _launch(each, of_tiles[4 * place : 4 * place + 4], rows, table, scratch, spec)
+        for place, each in enumerate(counts)
     )
 
 
-def split_space(
-    num_items: int, tile_tokens: int, spec: AttentionSpec, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Allocate the results of this many splits."""
-    num_rows = num_items * spec.num_heads * tile_tokens
-    return {
-        "partial": torch.empty(num_rows, spec.head_dim, device=device),
-        "partial_stats": torch.empty(num_rows, 2, device=device),
+def _launch(
+    counts: TileCounts,
+    arrays: Sequence[torch.Tensor],
+    rows: Mapping[str, torch.Tensor],
+    table: Mapping[str, Any],
+    scratch: torch.Tensor,
+    spec: AttentionSpec,
+) -> TileLaunch:
+    sequences, firsts, item_begins, item_tiles = arrays
+    block_m = max(16, next_power_of_2(counts.tile_tokens * (spec.num_heads // spec.num_kv_heads)))
+    num_values = scratch_size(counts, spec) // (spec.head_dim + 2) * spec.head_dim
+    merge = {
+        "tile_sequences": sequences,
+        "tile_firsts": firsts,
+        "item_begins": item_begins,
+        "partial": scratch[:num_values],
+        "partial_stats": scratch[num_values:],
+        "TILE_TOKENS": counts.tile_tokens,
+        "BLOCK_M": block_m,
+        "SPLIT": counts.split,
+        **rows,
     }
+    most = num_programs(scratch.device) if counts.split else counts.num_items
+    return TileLaunch(
+        attend_grid=(min(counts.num_items, most), spec.num_kv_heads),
+        attend={
+            **merge,
+            **table,
+            "item_tiles": item_tiles,
+            "num_tiles": counts.num_tiles,
+            "num_warps": 8 if block_m >= 128 else 4,
+        },
+        merge_grid=(counts.num_tiles, spec.num_kv_heads),
+        merge={**merge, "num_warps": 4} if counts.split else None,
+    )
 
 
 @cache
@@ -111,65 +154,3 @@ def num_programs(device: torch.device) -> int:
     if IS_INTERPRETED:
         return 3
     return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _run_tiles(  # noqa: PLR0913
-    query: torch.Tensor,
-    kv: PagedKV,
-    layer: int,
-    spec: AttentionSpec,
-    rows: SequenceRows,
-    tiles: DeviceTiles,
-    out: torch.Tensor,
-) -> None:
-    group = spec.num_heads // spec.num_kv_heads
-    block_m = max(16, next_power_of_2(tiles.tile_tokens * group))
-    block_d = next_power_of_2(spec.head_dim)
-    shape = {
-        "NUM_KV_HEADS": spec.num_kv_heads,
-        "GROUP": group,
-        "TILE_TOKENS": tiles.tile_tokens,
-        "BLOCK_M": block_m,
-        "D": spec.head_dim,
-        "BLOCK_D": max(16, block_d),
-        "SPLIT": tiles.split,
-        "WINDOW": spec.sliding_window or 0,
-    }
-    of_tiles = {"tile_sequences": tiles.sequences, "tile_firsts": tiles.firsts}
-    of_rows = {"row_begins": rows.row_begins, "num_new": rows.num_new, "lengths": rows.lengths}
-    attend[(tiles.num_programs, spec.num_kv_heads)](
-        query,
-        kv.values,
-        kv.scales,
-        rows.tables,
-        item_tiles=tiles.item_tiles,
-        item_begins=tiles.item_begins,
-        num_tiles=tiles.num_tiles,
-        out=out,
-        partial=tiles.partial,
-        partial_stats=tiles.partial_stats,
-        table_stride=rows.tables.stride(0),
-        scale=spec.scale,
-        BLOCK_N=64 if block_d <= 128 else 32,
-        BLOCK_SIZE=kv.layout.block_size,
-        SOFT_CAP=spec.soft_cap or 0.0,
-        IS_SCALED=bool(kv.scaled_max),
-        COMPUTE=compute_type(query.dtype),
-        num_warps=8 if block_m >= 128 else 4,
-        num_stages=2,
-        **of_tiles,
-        **of_rows,
-        **asdict(kv.place(layer)),
-        **shape,
-    )
-    if tiles.split:
-        merge_splits[(tiles.num_tiles, spec.num_kv_heads)](
-            tiles.partial,
-            tiles.partial_stats,
-            item_begins=tiles.item_begins,
-            out=out,
-            num_warps=4,
-            **of_tiles,
-            **of_rows,
-            **shape,
-        )

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from sagellm.core import KVLayout, OutOfMemoryError, UnsupportedModelError
+from sagellm.core import AttentionSpec, KVLayout, OutOfMemoryError, UnsupportedModelError
 
 _SCALED_MAX = {"float8_e4m3fn": 448, "int8": 127}
 _SCALE_BYTES = 4
-
-
-@dataclass(frozen=True)
-class LayerPlace:
-    """Where a layer's KV lies, in elements of the KV and, for scales, in float32s."""
-
-    layer_offset: int
-    block_stride: int
-    head_stride: int
-    value_offset: int
-    scales_offset: int
-    scale_stride: int
-    value_scale_offset: int
 
 
 class PagedKV:
@@ -55,8 +44,8 @@ class PagedKV:
         self.values = flat.view(getattr(torch, layout.group.dtype))
         self.scales = flat.view(torch.float32)
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of a layer's keys and values, (blocks, KV heads, block_size, D) each."""
+    def views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's keys and values, (blocks, KV heads, block_size, D) each."""
         layout = self.layout
         shape = (len(self.bytes), layout.group.num_kv_heads, layout.block_size, layout.group.head_dim)
         strides = (layout.block_stride, layout.head_stride, layout.token_stride, 1)
@@ -66,16 +55,26 @@ class PagedKV:
             self.values.as_strided(shape, strides, begin + layout.kv_stride),
         )
 
-    def place(self, layer: int) -> LayerPlace:
-        """Return where a layer's KV lies."""
+    def place(self, layer: int) -> dict[str, int]:
+        """Return where a layer's KV lies, in elements of the KV and, for scales, in float32s."""
         layout = self.layout
         heads = layout.group.num_kv_heads * layout.block_size  # scales of a layer's keys
-        return LayerPlace(
-            layer_offset=layer * layout.layer_stride,
-            block_stride=layout.block_stride,
-            head_stride=layout.head_stride,
-            value_offset=layout.kv_stride,
-            scales_offset=layout.scales_offset_bytes // _SCALE_BYTES + layer * 2 * heads,
-            scale_stride=layout.block_bytes // _SCALE_BYTES,
-            value_scale_offset=heads,
-        )
+        return {
+            "layer_offset": layer * layout.layer_stride,
+            "block_stride": layout.block_stride,
+            "head_stride": layout.head_stride,
+            "value_offset": layout.kv_stride,
+            "scales_offset": layout.scales_offset_bytes // _SCALE_BYTES + layer * 2 * heads,
+            "scale_stride": layout.block_bytes // _SCALE_BYTES,
+            "value_scale_offset": heads,
+        }
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """A layer's attention and its KV, made when KV is allocated."""
+
+    spec: AttentionSpec
+    views: tuple[torch.Tensor, torch.Tensor]  # keys and values, (blocks, KV heads, block_size, D) each
+    attend: Mapping[str, Any]  # what each launch of a kernel has in common
+    merge: Mapping[str, Any]

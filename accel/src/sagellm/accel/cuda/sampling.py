@@ -16,9 +16,9 @@ _TILE_BLOCKS = 32
 _CAPACITY = 2048
 _TILE = 2048
 
-
 _CHANGED_TILE = 4096
 _EDITS = 256
+_COUNTED = 256
 
 
 class Changes(Protocol):
@@ -60,6 +60,25 @@ class TritonDraw:
         """Return what `draw_tokens` does."""
         return draw_tokens(logits, settings)
 
+    def logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, num_top: int
+    ) -> torch.Tensor:
+        """Return what `token_logprobs` does."""
+        return token_logprobs(logits, tokens, rows, num_top)
+
+    def count(
+        self, counts: torch.Tensor, begins: torch.Tensor, sources: torch.Tensor, last: torch.Tensor
+    ) -> None:
+        """Add to `counts` (any, vocab) int32, in rows that begin at `begins` (tokens,) int64.
+
+        `sources` (tokens,) int64 are tokens, or -1 - the place in `last` (any,) int64 where one is.
+        """
+        with on_device(counts.device):
+            grid = (triton.cdiv(len(sources), _COUNTED),)
+            kernels.count_tokens[grid](
+                counts, begins, sources, last, len(sources), TOKENS=_COUNTED, num_warps=4
+            )
+
     def change(self, logits: torch.Tensor, changes: Changes) -> None:
         """Change rows of logits (rows, vocab), float32 and contiguous, in place."""
         vocab_size = logits.shape[1]
@@ -96,6 +115,42 @@ def draw_tokens(logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
         with on_device(logits.device):
             _launch(logits.float().contiguous(), settings, tokens)
     return tokens
+
+
+def token_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, num_top: int
+) -> torch.Tensor:
+    """Return log-probabilities of tokens, (scored, 2 + 2 * num_top) float64 on the device.
+
+    `rows` (2, scored) int64 says where the logits (any, vocab), float32 and contiguous, of each lie, and
+    where its token (any,) int64; what belongs to a token of -1 is unspecified. The columns are the token's
+    log-probability and its rank, that is how many logits are not smaller; then the log-probabilities of the
+    `num_top` ≤ vocab likeliest, of equal ones those with the lowest ids, largest first; then their ids.
+    Sums are in float64 of float32 exponentials. Waits for nothing.
+    """
+    vocab_size, num_scored = logits.shape[1], rows.shape[1]
+    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    num_tiles = triton.cdiv(num_blocks, _TILE_BLOCKS)
+    maxima = logits.new_empty(num_scored, num_blocks)
+    masses = logits.new_empty(num_scored, num_blocks, dtype=torch.float64)
+    num_above = logits.new_empty(num_scored, num_tiles, dtype=torch.int32)
+    scores = logits.new_empty(num_scored, 2 + 2 * num_top, dtype=torch.float64)
+    summed = (logits, tokens, rows, maxima, masses, num_above)
+    with on_device(logits.device):
+        kernels.score_blocks[(num_scored, num_tiles)](
+            *summed, vocab_size, num_blocks, TILE_BLOCKS=_TILE_BLOCKS, num_warps=4
+        )
+        kernels.score_tokens[(num_scored,)](
+            *summed,
+            scores,
+            num_top,
+            vocab_size,
+            num_blocks,
+            num_tiles,
+            BLOCKS=next_power_of_2(num_blocks),
+            num_warps=8,
+        )
+    return scores
 
 
 def _launch(logits: torch.Tensor, settings: torch.Tensor, tokens: torch.Tensor) -> None:

@@ -1,10 +1,14 @@
 """Choosing a token for each row of logits, exactly, without sorting and without the host.
 
-`change` and `edit` make penalties, masks and changes of single logits, in place.
+`count_tokens` keeps the counts that penalties need; `change` and `edit` make penalties, masks and changes of
+single logits, in place.
 
 `block_statistics` reads a row once. `select_candidates` keeps the entries that top-k or the nucleus can
 reach, and `draw` filters them in the order temperature, min-p, top-k, top-p, and inverts the cumulative sum
 in the order of ids. If the candidates do not decide a row, `draw` reads the whole row instead.
+
+`score_blocks` and `score_tokens` give log-probabilities: the second takes the largest logits one after the
+other, each from the block whose largest is next.
 
 Thresholds are found by bisection over the bits of the float32 logits, read as integers of the same order, so
 that they are exact. Sums of weights are in float64 and in a fixed order.
@@ -25,6 +29,8 @@ NUCLEUS_BLOCKS = tl.constexpr(64)
 LOWEST_KEY = tl.constexpr(-(1 << 31))
 NO_KEY = tl.constexpr(1 << 40)
 NO_ID = tl.constexpr((1 << 31) - 1)
+LOWEST_PLACE = tl.constexpr(-(1 << 63))
+ABOVE_ALL_PLACES = tl.constexpr((1 << 63) - 1)
 
 # Columns of the settings, (rows, 5) float64.
 TEMPERATURE = tl.constexpr(0)  # 0: greedy
@@ -47,6 +53,23 @@ NUM_CHANGES = tl.constexpr(8)
 
 OUTPUT_BITS = tl.constexpr((1 << 30) - 1)
 """Of a count; the bit above says that the token is in the prompt."""
+
+
+@kernel
+def count_tokens(
+    counts: tl.tensor,  # (any, vocab) int32
+    begins: tl.tensor,  # (tokens,) int64: row of the counts · vocab
+    sources: tl.tensor,  # (tokens,) int64: a token, or -1 - the seat whose last token it is
+    last: tl.tensor,  # (seats,) int64
+    num_tokens: tl.tensor,
+    TOKENS: tl.constexpr,
+) -> None:
+    """Count tokens of outputs."""
+    place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = place < num_tokens
+    source = tl.load(sources + place, mask=inside, other=0)
+    token = tl.where(source < 0, tl.load(last - 1 - source, mask=inside & (source < 0), other=0), source)
+    tl.atomic_add(counts + tl.load(begins + place, mask=inside, other=0) + token, 1, mask=inside)
 
 
 @kernel
@@ -115,6 +138,16 @@ def weights_of(scaled: tl.tensor, largest: tl.tensor) -> tl.tensor:
     return tl.exp(scaled - largest).to(tl.float64)
 
 
+@device_function
+def maxima_and_masses(scaled: tl.tensor) -> tl.tensor:
+    """Return the maximum of each block of (blocks, BLOCK), NaN if it holds one, and its mass."""
+    largest = tl.max(scaled, 1)
+    pivot = tl.where(largest > -float("inf"), largest, 0.0)
+    mass = tl.sum(weights_of(scaled, pivot[:, None]), 1)
+    has_nan = tl.max((scaled != scaled).to(tl.int32), 1) > 0
+    return tl.where(has_nan, float("nan"), largest), mass
+
+
 @kernel
 def block_statistics(  # noqa: PLR0913
     logits: tl.tensor,  # (rows, vocab) float32
@@ -132,12 +165,9 @@ def block_statistics(  # noqa: PLR0913
     values = tl.load(logits + row * vocab_size + ids, mask=ids < vocab_size, other=-float("inf"))
     temperature = tl.load(settings + row * NUM_SETTINGS + TEMPERATURE).to(tl.float32)
     scaled = tl.div_rn(values, tl.where(temperature > 0.0, temperature, 1.0))
-    largest = tl.max(scaled, 1)
-    pivot = tl.where(largest > -float("inf"), largest, 0.0)
-    mass = tl.sum(weights_of(scaled, pivot[:, None]), 1)
-    has_nan = tl.max((scaled != scaled).to(tl.int32), 1) > 0
+    largest, mass = maxima_and_masses(scaled)
     place = row * num_blocks + block
-    tl.store(maxima + place, tl.where(has_nan, float("nan"), largest), mask=block < num_blocks)
+    tl.store(maxima + place, largest, mask=block < num_blocks)
     tl.store(masses + place, mass, mask=block < num_blocks)
 
 
@@ -484,3 +514,90 @@ def draw(  # noqa: PLR0913
             source = (length, is_compact, chosen, chosen_ids, row_logits, temperature, largest)
             token = draw_filtered(source, largest, mass, top_k, min_p, dropped_share, uniform, TILE)
     tl.store(tokens + row, token)
+
+
+@kernel
+def score_blocks(  # noqa: PLR0913
+    logits: tl.tensor,  # (any, vocab) float32
+    tokens: tl.tensor,  # (any,) int64; a negative one counts as 0
+    rows: tl.tensor,  # (2, scored) int64: a row of the logits, and where its token is
+    maxima: tl.tensor,  # (scored, blocks) float32
+    masses: tl.tensor,  # (scored, blocks) float64
+    num_above: tl.tensor,  # (scored, tiles) int32: logits that are at least the token's
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
+    TILE_BLOCKS: tl.constexpr,
+) -> None:
+    """Find each block's maximum and mass, and the token's rank; a grid of (scored, tiles of blocks)."""
+    one, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row_logits = logits + tl.load(rows + one) * vocab_size
+    token = tl.load(tokens + tl.load(rows + tl.num_programs(0) + one))
+    chosen = tl.load(row_logits + tl.maximum(token, 0))
+    block = tile * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
+    ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    values = tl.load(row_logits + ids, mask=ids < vocab_size, other=-float("inf"))
+    is_above = (values >= chosen) & (ids < vocab_size)
+    tl.store(num_above + one * tl.num_programs(1) + tile, tl.sum(tl.sum(is_above.to(tl.int32), 1), 0))
+    largest, mass = maxima_and_masses(values)
+    place = one * num_blocks + block
+    tl.store(maxima + place, largest, mask=block < num_blocks)
+    tl.store(masses + place, mass, mask=block < num_blocks)
+
+
+@device_function
+def place_of(keys: tl.tensor, ids: tl.tensor) -> tl.tensor:
+    """Return int64s in the order of keys, and of equal keys the lower id above the higher."""
+    return (keys << 32) | (ids ^ NO_ID)
+
+
+@device_function
+def id_at(place: tl.tensor) -> tl.tensor:
+    """Return the id in a place."""
+    return (place & NO_ID) ^ NO_ID
+
+
+@kernel
+def score_tokens(  # noqa: PLR0913
+    logits: tl.tensor,
+    tokens: tl.tensor,
+    rows: tl.tensor,
+    maxima: tl.tensor,
+    masses: tl.tensor,
+    num_above: tl.tensor,
+    scores: tl.tensor,  # (scored, 2 + 2 · num_top) float64
+    num_top: tl.tensor,
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
+    num_tiles: tl.tensor,
+    BLOCKS: tl.constexpr,  # a power of two, no smaller than num_blocks, nor num_tiles
+) -> None:
+    """Write a token's log-probability and rank, then the largest logits' and their ids; a program each."""
+    one = tl.program_id(0).to(tl.int64)
+    row_logits = logits + tl.load(rows + one) * vocab_size
+    token = tl.load(tokens + tl.load(rows + tl.num_programs(0) + one))
+    written = scores + one * (2 + 2 * num_top)
+    block = tl.arange(0, BLOCKS)
+    inside = block < num_blocks
+    block_maxima = tl.load(maxima + one * num_blocks + block, mask=inside, other=-float("inf"))
+    largest = tl.max(block_maxima, 0)
+    block_masses = tl.load(masses + one * num_blocks + block, mask=inside, other=0.0)
+    partition = largest.to(tl.float64) + tl.log(tl.sum(block_masses * weights_of(block_maxima, largest), 0))
+    chosen = tl.load(row_logits + tl.maximum(token, 0)).to(tl.float64)
+    rank = tl.sum(tl.load(num_above + one * num_tiles + block, mask=block < num_tiles, other=0), 0)
+    tl.store(written, chosen - partition)
+    tl.store(written + 1, rank.to(tl.float64))
+    # The largest entry of each block that is left, with the block for its id.
+    left = tl.where(inside, place_of(order_key(block_maxima), block), LOWEST_PLACE)
+    taken = tl.full((), ABOVE_ALL_PLACES, tl.int64)
+    for number in range(num_top):
+        of = id_at(tl.max(left, 0))
+        ids = of * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(row_logits + ids, mask=ids < vocab_size, other=-float("inf"))
+        places = tl.where(ids < vocab_size, place_of(order_key(values), ids), LOWEST_PLACE)
+        places = tl.where(places < taken, places, LOWEST_PLACE)
+        taken = tl.max(places, 0)
+        following = tl.max(tl.where(places < taken, places, LOWEST_PLACE), 0)
+        left = tl.where(block == of, place_of(following >> 32, of), left)
+        value = tl.load(row_logits + id_at(taken)).to(tl.float64)
+        tl.store(written + 2 + number, value - partition)
+        tl.store(written + 2 + num_top + number, id_at(taken).to(tl.float64))

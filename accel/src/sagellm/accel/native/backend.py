@@ -170,7 +170,9 @@ class NativeForwardBackend(ForwardBackendProtocol):
         for source, target in pairs:
             blocks[target] = blocks[source]
 
-    def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
+    def read_blocks(
+        self, block_ids: Sequence[BlockId], into: Sequence[memoryview], *, num_in_flight: int = 0
+    ) -> None:
         """Copy the KV of blocks to host memory."""
         blocks = self._blocks("read_blocks")
         for block_id, target in zip(block_ids, into, strict=True):

@@ -64,7 +64,7 @@ class StepBatch(Generic[Array]):
     input_ids: Array  # (tokens,) int64
     position_ids: Array  # (tokens,) int64
     slot_mapping: Array  # (tokens,) int64: block id * block_size + offset of each token's KV
-    block_tables: Array  # (sequences, blocks of the longest) int64, padded with 0
+    block_tables: Array  # (sequences, blocks of the longest) int64; behind a sequence's blocks any others
     query_lens: list[int]
     seq_lens: list[int]
     logits_indices: Array  # (rows,) int64: tokens whose logits are required

@@ -56,6 +56,15 @@ class ExecutorProtocol(ABC):
         """
         raise EngineError(f"{type(self).__name__} takes no masks after a step; use one of depth 0")
 
+    def transfer(self, step: StepInput) -> bool:
+        """Carry out a step of `kv_ops` alone at once, beside the steps in flight; say whether that is done.
+
+        It has no output and is not collected. What it reads is in host memory, and the buffers of what it
+        writes are free, when this returns. Raises the error of an operation. By default False: it is
+        submitted like others, and all steps in flight are collected first.
+        """
+        return False
+
     @abstractmethod
     def collect(self) -> StepOutput:
         """Return the output of the oldest step in flight, waiting for it if necessary.

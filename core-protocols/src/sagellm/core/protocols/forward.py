@@ -63,6 +63,15 @@ class ModelMetrics:
     operations: Mapping[Operation, OperationWeights] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """The largest steps that an engine plans."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
 class ForwardBackendProtocol(ABC):
     """Computes logits of a batch over paged KV.
 
@@ -76,9 +85,9 @@ class ForwardBackendProtocol(ABC):
     it cannot support anything else, it raises UnsupportedModelError before it reads a weight. It reads each
     tensor once and keeps it once.
 
-    The model runner calls `initialize_kv_caches` once and then, once per step and from one thread,
-    `copy_blocks` if there is something to copy, and `forward`. KV writes are idempotent: a step may
-    be run again.
+    The engine calls `expect_steps`, the model runner `initialize_kv_caches` once and then, once per step and
+    from one thread, `copy_blocks` if there is something to copy, and `forward`. KV writes are idempotent: a
+    step may be run again.
     """
 
     features: ClassVar[Collection[str] | None] = None
@@ -104,6 +113,14 @@ class ForwardBackendProtocol(ABC):
         `doctor` asks it before a weight is read. By default it does nothing.
         """
 
+    def expect_steps(self, layouts: Sequence[KVLayout], limits: StepLimits) -> int:
+        """Prepare for steps up to these sizes, over KV of these layouts.
+
+        Returns how many bytes `initialize_kv_caches` will allocate besides the KV, 0 by default: the engine
+        sets them aside when it decides on the number of blocks.
+        """
+        return 0
+
     @abstractmethod
     def initialize_kv_caches(self, layouts: Sequence[KVLayout], num_blocks: Sequence[int]) -> None:
         """Allocate the KV of each group: `num_blocks[i]` blocks of `layouts[i]`, all of one block size.
@@ -117,8 +134,14 @@ class ForwardBackendProtocol(ABC):
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Copy the KV of each pair's first block to its second, pair by pair in order."""
 
-    def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
-        """Copy the KV of blocks, `layout.block_bytes` each, to host memory. Raises EngineError by default."""
+    def read_blocks(
+        self, block_ids: Sequence[BlockId], into: Sequence[memoryview], *, num_in_flight: int = 0
+    ) -> None:
+        """Copy the KV of blocks, `layout.block_bytes` each, to host memory. Raises EngineError by default.
+
+        The last `num_in_flight` calls of `forward` do not write these blocks, so that a device may read them
+        before it has computed those steps.
+        """
         raise EngineError(f"{type(self).__name__} cannot give KV away; remove the tiers from kv.tiers")
 
     def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sagellm.core import KVLayout, ModelGeometry, OutOfMemoryError
+from sagellm.core import KVLayout, ModelGeometry, OutOfMemoryError, StepLimits
 from sagellm.engines.forward.device_memory import available_memory_bytes
 from sagellm.engines.loading.device_and_dtype import device_type
 from sagellm.engines.sizes import format_bytes
@@ -18,28 +17,20 @@ GPU_FRACTION = 0.9
 _RESERVE_BYTES = 256 << 20  # the interpreter, libraries and small buffers
 
 
-@dataclass(frozen=True, kw_only=True)
-class KVDemand:
-    """What, besides memory, decides the size of the KV pool."""
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
 def find_num_blocks(
     layout: KVLayout,
     geometry: ModelGeometry,
-    demand: KVDemand,
+    limits: StepLimits,
     *,
     device: str | torch.device,
     fraction: float | None,
+    reserved_bytes: int = 0,
 ) -> int:
     """Return how many blocks to allocate: what fits, but never more than all seats could fill.
 
     Takes a share of the free memory (`kv.memory_fraction`; by default half on a CPU, which is shared with
-    other programs, and nine tenths on a GPU) after setting activations aside. Raises OutOfMemoryError when
-    not even one block fits.
+    other programs, and nine tenths on a GPU) after setting aside activations and `reserved_bytes`, which the
+    forward backend takes. Raises OutOfMemoryError when not even one block fits.
     """
     free_bytes = available_memory_bytes(device) or 0
     share = (
@@ -47,8 +38,9 @@ def find_num_blocks(
         if fraction is not None
         else (GPU_FRACTION if device_type(device) == "cuda" else CPU_FRACTION)
     )
-    usable = int(free_bytes * share) - _activation_bytes(geometry, demand) - _RESERVE_BYTES
-    per_sequence = -(-demand.max_model_len // layout.block_size)
+    set_aside = _activation_bytes(geometry, limits) + reserved_bytes + _RESERVE_BYTES
+    usable = int(free_bytes * share) - set_aside
+    per_sequence = -(-limits.max_model_len // layout.block_size)
     fitting = layout.num_blocks_in(max(0, usable))
     if fitting < 1:
         raise OutOfMemoryError(
@@ -56,12 +48,12 @@ def find_num_blocks(
             f"{device}, of which {share:.0%} less activations are for KV; free memory, raise "
             f"kv.memory_fraction, or lower scheduler.max_num_batched_tokens or kv.block_size"
         )
-    return min(fitting, per_sequence * demand.max_num_seqs)
+    return min(fitting, per_sequence * limits.max_num_seqs)
 
 
-def _activation_bytes(geometry: ModelGeometry, demand: KVDemand) -> int:
+def _activation_bytes(geometry: ModelGeometry, limits: StepLimits) -> int:
     # The widest moment of a layer: residual, normalised input, fused gate and up, and their product.
-    tokens = demand.max_num_batched_tokens
+    tokens = limits.max_num_batched_tokens
     per_token = 4 * geometry.hidden_size + 3 * geometry.intermediate_size
-    rows = min(tokens, demand.max_num_seqs)
+    rows = min(tokens, limits.max_num_seqs)
     return 4 * tokens * per_token + 2 * 4 * rows * geometry.vocab_size

@@ -175,21 +175,24 @@ class StepRunner:
             table.is_held[seats] = planned.drafts.counts > 0
 
     def carry_out(self, kv_ops: Seq[KVOp]) -> None:
-        """Copy, read or write KV now. Steps in flight are received and kept for the next `collect`.
+        """Copy, read or write KV now.
 
+        Blocks that are read were written by steps that are collected, or by such operations. Unless the
+        executor transfers KV beside them, steps in flight are received first and kept for the next `collect`.
         What has changed in the seats is left to the next step that computes: if this one fails, it is lost.
         """
         self._num_steps += 1
-        self._submit(
-            StepInput(
-                step=self._num_steps,
-                seats=_NO_SEATS,
-                num_new=_NO_SEATS,
-                starts=_NO_SEATS,
-                is_sampled=_NO_SEATS > 0,
-                kv_ops=kv_ops,
-            )
+        step = StepInput(
+            step=self._num_steps,
+            seats=_NO_SEATS,
+            num_new=_NO_SEATS,
+            starts=_NO_SEATS,
+            is_sampled=_NO_SEATS > 0,
+            kv_ops=kv_ops,
         )
+        if self._executor.transfer(step):
+            return
+        self._submit(step)
         for flight in list(self._flights):
             self._receive(flight)
         self._flights.pop()

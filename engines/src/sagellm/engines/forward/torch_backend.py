@@ -135,7 +135,9 @@ class TorchForwardBackend(ForwardBackendProtocol):
             blocks[target].copy_(blocks[source])
 
     @torch.inference_mode()
-    def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
+    def read_blocks(
+        self, block_ids: Sequence[BlockId], into: Sequence[memoryview], *, num_in_flight: int = 0
+    ) -> None:
         """Copy the KV of blocks to host memory, in this thread's stream."""
         blocks = self._blocks("read_blocks")
         for block_id, target in zip(block_ids, into, strict=True):

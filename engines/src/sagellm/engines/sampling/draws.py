@@ -108,6 +108,23 @@ class DeviceDraw(Protocol):
         The last column of the settings, (rows, 5) float64, is a uniform number.
         """
 
+    def logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, num_top: int
+    ) -> torch.Tensor:
+        """Return (scored, 2 + 2 * num_top) float64 on the device, as `token_logprobs` does.
+
+        `rows` (2, scored) int64 says where the logits (any, vocab), float32 and contiguous, of each lie, and
+        where its token (any,) int64. What belongs to a token of -1 is unspecified.
+        """
+
+    def count(
+        self, counts: torch.Tensor, begins: torch.Tensor, sources: torch.Tensor, last: torch.Tensor
+    ) -> None:
+        """Add to `counts` (any, vocab) int32, in rows that begin at `begins` (tokens,) int64.
+
+        `sources` (tokens,) int64 are tokens, or -1 - the place in `last` (any,) int64 where one is.
+        """
+
     def change(self, logits: torch.Tensor, changes: DeviceChanges) -> None:
         """Change rows of logits (rows, vocab), float32 and contiguous, in place."""
 

@@ -6,10 +6,12 @@ import torch
 
 from sagellm.accel.native import NativeDraw
 from sagellm.engines.sampling.draws import IN_PROMPT, DeviceChanges
+from sagellm.engines.sampling.inverse_cdf import padded
+from sagellm.engines.sampling.token_logprobs import token_logprobs
 
 
 class DeviceDrawOnCPU:
-    """A `DeviceDraw` on a CPU: tokens by the native kernel, changes by torch, row by row.
+    """A `DeviceDraw` on a CPU: tokens by the native kernel, the rest by torch, changes row by row.
 
     Raises UnsupportedModelError if the native library does not run here.
     """
@@ -22,6 +24,21 @@ class DeviceDrawOnCPU:
         """Return tokens (rows,)."""
         self.num_draws += 1
         return self._native(logits, settings)
+
+    def logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, num_top: int
+    ) -> torch.Tensor:
+        """Return log-probabilities (scored, 2 + 2 * num_top)."""
+        given = logits[rows[0]]
+        scratch = given.new_empty(len(given) * padded(given.shape[1]))
+        return token_logprobs(given, tokens[rows[1]].clamp(min=0), num_top, scratch)
+
+    def count(
+        self, counts: torch.Tensor, begins: torch.Tensor, sources: torch.Tensor, last: torch.Tensor
+    ) -> None:
+        """Count tokens in place."""
+        tokens = torch.where(sources < 0, last[(-1 - sources).clamp(min=0)], sources)
+        counts.view(-1).index_add_(0, begins + tokens, torch.ones_like(tokens, dtype=torch.int32))
 
     def change(self, logits: torch.Tensor, changes: DeviceChanges) -> None:
         """Change rows of logits (rows, vocab) in place."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sagellm.core.tokens import TokenIds
-from sagellm.engines.sampling.draws import IN_PROMPT, DeviceChanges, Edits, joined
+from sagellm.engines.sampling.draws import IN_PROMPT, DeviceChanges, DeviceDraw, Edits, joined
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.worker.masks import Words
 
 Longs = npt.NDArray[np.int64]
 _NONE = -1.0
+_ALIGNED_BYTES = 16
+"""Arrays begin at multiples of this: kernels are compiled once for such addresses, once for others."""
 
 
 def upload(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
@@ -24,6 +27,19 @@ def upload(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tenso
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def upload_all(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """Copy arrays to a device in one copy."""
+    sizes = [-(-each.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for each in arrays]
+    packed = np.zeros(sum(sizes), np.uint8)
+    for end, size, each in zip(accumulate(sizes), sizes, arrays, strict=True):
+        packed[end - size :][: each.nbytes] = each.reshape(-1).view(np.uint8)
+    pieces = upload(packed, device).split(sizes)  # type: ignore[no-untyped-call]
+    return [
+        piece[: each.nbytes].view(torch.from_numpy(each).dtype).view(each.shape)
+        for piece, each in zip(pieces, arrays, strict=True)
+    ]
 
 
 class PenalisedRow(NamedTuple):
@@ -45,8 +61,8 @@ class DeviceCounts:
     A seat gets a row of the counts when it is first penalised.
     """
 
-    def __init__(self, device: torch.device, vocab_size: int) -> None:
-        self._device, self._vocab_size = device, vocab_size
+    def __init__(self, draw: DeviceDraw, device: torch.device, vocab_size: int) -> None:
+        self._draw, self._device, self._vocab_size = draw, device, vocab_size
         self._row_of: dict[int, int] = {}  # by seat
         self._generation: list[int] = []  # of each row, and
         self._num_counted: list[int] = []  # tokens of its output
@@ -57,8 +73,8 @@ class DeviceCounts:
 
         `last` (seats,) has the late tokens.
         """
-        new: list[Longs] = []
-        late: list[tuple[int, int]] = []
+        begins: list[Longs] = []  # of rows of the counts, for each token
+        sources: list[Longs] = []  # the token, or whose it is
         found = []
         for each in rows:
             row = self._row(each)
@@ -67,19 +83,16 @@ class DeviceCounts:
             if num_known == self._num_counted[row]:
                 continue  # another position of the same sequence came before
             ids = each.output_token_ids[self._num_counted[row] :].astype(np.int64)
-            new.append(row * self._vocab_size + ids[ids < self._vocab_size])
-            if each.has_late_token:
-                late.append((row * self._vocab_size, each.seat))
+            late = np.full(int(each.has_late_token), -1 - each.seat, np.int64)
+            tokens = np.concatenate((ids[ids < self._vocab_size], late))
+            begins.append(np.full_like(tokens, row * self._vocab_size))
+            sources.append(tokens)
             self._num_counted[row] = num_known
-        if new and len(ids := np.concatenate(new)):
-            self._add(upload(ids, self._device))
-        if late:
-            begins, seats = upload(np.array(late, np.int64).T.copy(), self._device)
-            self._add(begins + last.index_select(0, seats))
+        if any(map(len, sources)):
+            arrays = [np.concatenate(begins), np.concatenate(sources)]
+            of_rows, of_tokens = upload_all(arrays, self._device)
+            self._draw.count(self.counts, of_rows, of_tokens, last)
         return found
-
-    def _add(self, cells: torch.Tensor) -> None:
-        self.counts.view(-1).index_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
 
     def _row(self, each: PenalisedRow) -> int:
         row = self._row_of.setdefault(each.seat, len(self._row_of))
@@ -128,17 +141,12 @@ class PlannedChanges:
         """Send all of it to the counts' device, with the masks of rows."""
         for place, row in enumerate(masks):
             self._of(row)[2] = place
-        device = counts.device
-        words = np.stack(list(masks.values())).view(np.int32) if masks else np.zeros((1, 1), np.int32)
         edited, addends = self._joined_edits(vocab_size)
-        return DeviceChanges(
-            plan=upload(np.array(list(self._columns.values())).reshape(-1, 8), device),
-            counts=counts,
-            drafts=upload(np.array(self._drafts or [0], np.int64), device),
-            masks=upload(words, device),
-            edited=upload(edited, device),
-            addends=upload(addends, device),
-        )
+        words = np.stack(list(masks.values())).view(np.int32) if masks else np.empty((0, 1), np.int32)
+        plan = np.array(list(self._columns.values())).reshape(-1, 8)
+        drafts = np.array(self._drafts, np.int64)
+        plan_, *others = upload_all([plan, drafts, words, edited, addends], counts.device)
+        return DeviceChanges(plan_, counts, *others)
 
     def _of(self, row: int) -> list[float]:
         return self._columns.setdefault(row, [float(row), _NONE, _NONE, 0.0, 0.0, 1.0, 0.0, 0.0])

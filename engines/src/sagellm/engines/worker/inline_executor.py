@@ -25,6 +25,11 @@ class InlineExecutor(ExecutorProtocol):
             self._launched.append(failure.error)
             failure.error = None
 
+    def transfer(self, step: StepInput) -> bool:
+        """Carry out a step that computes nothing."""
+        self._worker.launch(step)()
+        return True
+
     def collect(self) -> StepOutput:
         """Wait for the oldest step and return its output, or raise its error."""
         launched = self._launched.popleft()

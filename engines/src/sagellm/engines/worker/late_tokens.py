@@ -15,11 +15,9 @@ from sagellm.core import EngineError, StepInput, StepOutput
 from sagellm.core.protocols.engine import PromptScores, SampledToken
 from sagellm.core.protocols.step import TokenMasks
 from sagellm.engines.sampling.draws import DeviceDraw, Logits
-from sagellm.engines.sampling.inverse_cdf import padded
 from sagellm.engines.sampling.logprobs import with_logprobs
 from sagellm.engines.sampling.random import numbers_of
 from sagellm.engines.sampling.sampler import Sampler
-from sagellm.engines.sampling.token_logprobs import token_logprobs
 from sagellm.engines.worker.device_changes import DeviceCounts, PenalisedRow, PlannedChanges, upload
 from sagellm.engines.worker.host_tokens import Hidden, Ids, LaunchedStep, StepDraws, output_of
 from sagellm.engines.worker.masks import Words, masks_at
@@ -140,25 +138,26 @@ class LateTokens(StepDraws):
             return
         found = masks_at(masks, which, num_positions, logits.shape[1])
         sampled = launched.sampled if which is None else launched.sampled.take(which)
-        is_plain = self._draws.learn(sampled.seats)
+        self._draws.learn(sampled.seats)
         if which is None:
             logits = logits[:num_positions].float().contiguous()
         else:
             logits = logits.index_select(0, upload(which, logits.device)).float()
         device, num_top = logits.device, self._draws.num_top.take(sampled.seats)
         reported = (num_top >= 0).nonzero()[0]
-        given = logits.index_select(0, upload(reported, device)) if len(reported) else None
-        if not is_plain or found:
+        given, of_given = logits, reported
+        if found or np.count_nonzero(self._draws.changes_logits[sampled.seats]):
+            if len(reported):
+                given, of_given = logits.index_select(0, upload(reported, device)), np.arange(len(reported))
             with torch.inference_mode():  # as the forward pass, whose logits are changed
                 self._change(logits, sampled, found)
         settings = _with_numbers(self._draws.settings(sampled.seats, sampled.places), logits.shape[1])
         tokens = self._draw(logits, upload(settings, device))
         columns = None
-        if given is not None:
-            chosen = tokens.index_select(0, upload(reported, device)).clamp(min=0)
+        if len(reported):
             most = min(int(num_top.max()), logits.shape[1])
-            scratch = given.new_empty(len(given) * padded(given.shape[1]))
-            columns = token_logprobs(given, chosen, most, scratch)
+            rows = upload(np.stack((of_given, reported)), device)
+            columns = self._draw.logprobs(given, tokens, rows, most)
         places = reported if which is None else which[reported]
         launched.parts.append(_part(which, tokens, places, num_top[reported], columns))
         self._remember(launched.step.step, sampled, tokens)  # last: a step that fails is not waited for
@@ -191,7 +190,7 @@ class LateTokens(StepDraws):
         if not places:
             return
         if self._counts is None:
-            self._counts = DeviceCounts(logits.device, logits.shape[1])
+            self._counts = DeviceCounts(self._draw, logits.device, logits.shape[1])
         is_late = self._is_late(seats)
         rows = [self._penalised(sampled, place, is_late=bool(is_late[place])) for place in places]
         assert self._last is not None, "it is made before the first draw"

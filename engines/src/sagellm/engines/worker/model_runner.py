@@ -10,13 +10,17 @@ import numpy.typing as npt
 
 from sagellm.core import EngineError, ForwardBackendProtocol, InputBatch, KVLayout, ModelGeometry, StepInput
 from sagellm.core.protocols.attention import HiddenRows, HiddenStates, HostBatch, KVTables
+from sagellm.core.protocols.step import BlockUpdates
 from sagellm.engines.forward.device_memory import check_room
+from sagellm.engines.loading.device_and_dtype import device_type
 from sagellm.engines.sampling.draws import Logits
 from sagellm.engines.worker.seat_state import SeatState
 from sagellm.engines.worker.work import WorkMeter
 
 if TYPE_CHECKING:
     import torch
+
+    from sagellm.engines.worker.device_inputs import DeviceInputs
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -44,14 +48,19 @@ class ModelRunner:
         self.layouts = layouts
         self.device = device
         self._batch: type[InputBatch] | type[HostBatch] = HostBatch if has_arrays else InputBatch
-        self._taken: Callable[[Longs], Any] = _itself if has_arrays else _as_tensor(device)
+        self._inputs = (
+            HostInputs(has_arrays=has_arrays) if device_type(device) == "cpu" else _device_inputs(device)
+        )
         self.work = WorkMeter()
-        self._counted: Longs = np.arange(0)
 
     def initialize_kv_caches(self, num_blocks: Seq[int]) -> None:
         """Allocate the KV of this many blocks of each group. Raises OutOfMemoryError if there is no room."""
         check_room(self.layouts, num_blocks, self.device)
         self.backend.initialize_kv_caches(self.layouts, num_blocks)
+
+    def note_blocks(self, updates: BlockUpdates) -> None:
+        """Have the next step read these entries of the block tables, which are in its state already."""
+        self._inputs.note_blocks(updates)
 
     def prepare_inputs(self, step: StepInput, state: SeatState) -> InputBatch | HostBatch:
         """Concatenate the tokens of all rows.
@@ -69,35 +78,31 @@ class ModelRunner:
             positions = np.arange(len(rows)) + (step.starts + num_new - ends)[rows]
             seat_of, last = seats[rows], positions[ends - 1]
         blocks, offsets = np.divmod(positions, self._block_size)
-        last_blocks = last // self._block_size
-        first, *more = (
-            KVTables(
-                self._taken(table[seat_of, blocks] * np.int64(self._block_size) + offsets),
-                self._taken(self._used(table, seats, last_blocks)),
-            )
-            for table in state.tables
-        )
         wanted = _wanted(step)
+        arrays = [state.tokens[seat_of, positions].astype(np.int64), positions, wanted]
+        arrays += [table[seat_of, blocks] * np.int64(self._block_size) + offsets for table in state.tables]
+        if step.hidden_rows is not None:
+            arrays.append(_asked(step, step.hidden_rows, wanted))
+        width = int(np.maximum.reduce(last)) // self._block_size + 1
+        given: tuple[list[Any], list[Any]] = self._inputs.take(arrays, state.tables, seats, width)
+        (input_ids, position_ids, logits_indices, *rest), tables = given
+        (slots, table), *more = zip(rest, tables, strict=False)
         return self._batch(
-            input_ids=self._taken(state.tokens[seat_of, positions].astype(np.int64)),
-            position_ids=self._taken(positions),
-            slot_mapping=first.slot_mapping,
-            block_tables=first.block_tables,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            slot_mapping=slots,
+            block_tables=table,
             query_lens=num_new.tolist(),
             seq_lens=(last + 1).tolist(),
-            logits_indices=self._taken(wanted),
-            more_tables=more,
-            hidden=None if step.hidden_rows is None else self._hidden(step, step.hidden_rows, wanted),
+            logits_indices=logits_indices,
+            more_tables=[KVTables(*each) for each in more],
+            hidden=None if step.hidden_rows is None else self._hidden(rest[-1]),
         )
 
-    def _hidden(self, step: StepInput, is_asked: npt.NDArray[np.bool_], wanted: Longs) -> Any:
-        """Ask for what the head is given at the sampled positions of some rows."""
+    def _hidden(self, indices: Any) -> Any:
+        """Ask for what the head is given at some rows."""
         if self._geometry is None:
             raise EngineError("a step wants hidden states, and the model runner was made without a geometry")
-        is_asked = is_asked[step.is_sampled]
-        if step.drafts is not None:
-            is_asked = is_asked.repeat(step.drafts.counts[step.is_sampled] + 1)
-        indices = wanted[: len(is_asked)][is_asked]
         shape = (1, len(indices), self._geometry.hidden_size)
         layers = (self._geometry.num_layers,)
         if self._batch is HostBatch:
@@ -105,21 +110,7 @@ class ModelRunner:
         import torch
 
         values = torch.empty(shape, dtype=torch.float32, device=self.device)
-        return HiddenStates(layers=layers, indices=self._taken(indices), values=values)
-
-    def _used(self, table: Ints, seats: Ints, last_blocks: Longs) -> Longs:
-        """Return the blocks of each row up to its last one; others are 0."""
-        width = int(np.maximum.reduce(last_blocks)) + 1
-        tables = table[seats, :width].astype(np.int64)
-        is_left = self._numbers(width) > last_blocks[:, None]
-        if np.count_nonzero(is_left):
-            tables[is_left] = 0  # what earlier occupants left
-        return tables
-
-    def _numbers(self, count: int) -> Longs:
-        if len(self._counted) < count:
-            self._counted = np.arange(2 * count)
-        return self._counted[:count]
+        return HiddenStates(layers=layers, indices=indices, values=values)
 
     def execute_model(self, batch: InputBatch | HostBatch) -> Logits:
         """Run the forward pass; returns float32 logits (sampled and scored positions, vocab)."""
@@ -129,21 +120,45 @@ class ModelRunner:
         return logits
 
 
+class HostInputs:
+    """The input of steps on a CPU: arrays, or tensors over them."""
+
+    def __init__(self, *, has_arrays: bool) -> None:
+        self._taken: Callable[[Longs], Any] = _itself if has_arrays else _as_tensor()
+
+    def note_blocks(self, updates: BlockUpdates) -> None:
+        """Do nothing: each step takes its tables from the state."""
+
+    def take(self, arrays: Seq[Longs], tables: Ints, seats: Ints, width: int) -> tuple[list[Any], list[Any]]:
+        """Return flat arrays, and the first `width` blocks of some seats, for each KV group."""
+        rows = [table[seats, :width].astype(np.int64) for table in tables]
+        return [self._taken(each) for each in arrays], [self._taken(each) for each in rows]
+
+
 def _itself(values: Longs) -> Longs:
     return values
 
 
-def _as_tensor(device: str | torch.device) -> Callable[[Longs], torch.Tensor]:
-    """Return what copies an array to a device without waiting for what runs there."""
+def _as_tensor() -> Callable[[Longs], torch.Tensor]:
     import torch
 
-    target = torch.device(device)
-    if target.type == "cpu":
-        return torch.from_numpy
-    if target.type != "cuda":
-        return lambda values: torch.from_numpy(values).to(target, non_blocking=True)
-    # Copied from pageable memory, it would wait for steps in flight.
-    return lambda values: torch.from_numpy(values).pin_memory().to(target, non_blocking=True)
+    return torch.from_numpy
+
+
+def _device_inputs(device: str | torch.device) -> DeviceInputs:
+    import torch
+
+    from sagellm.engines.worker.device_inputs import DeviceInputs
+
+    return DeviceInputs(torch.device(device))
+
+
+def _asked(step: StepInput, is_asked: npt.NDArray[np.bool_], wanted: Longs) -> Longs:
+    """Return the tokens whose hidden states are wanted: the sampled positions of some rows."""
+    is_asked = is_asked[step.is_sampled]
+    if step.drafts is not None:
+        is_asked = is_asked.repeat(step.drafts.counts[step.is_sampled] + 1)
+    return wanted[: len(is_asked)][is_asked]
 
 
 def _wanted(step: StepInput) -> Longs:

@@ -57,7 +57,8 @@ class SeatDraws:
         self.has_plugins = np.zeros(num_seats, np.bool_)  # logits processors that need torch
         self.needs_output = np.zeros(num_seats, np.bool_)  # its tokens, to change its logits on the host
         self.has_penalties = np.zeros(num_seats, np.bool_)
-        self._is_plain = np.zeros(num_seats, np.bool_)  # nothing of these, nor sparse changes
+        self.changes_logits = np.zeros(num_seats, np.bool_)  # by any of these, or sparse changes
+        self._is_plain = np.zeros(num_seats, np.bool_)  # asks for no more than a token
         self.sparse: list[SparseChanges | None] = [None] * num_seats
         self._penalties: list[SequencePenalties | None] = [None] * num_seats  # until they are first needed
 
@@ -78,7 +79,7 @@ class SeatDraws:
 
     def with_changes(self, seats: Seats) -> list[int]:
         """Return which of some positions have sparse changes or penalties that a kernel makes."""
-        is_changed = ~(self._is_plain | self.has_plugins)[seats]
+        is_changed = (self.changes_logits & ~self.has_plugins)[seats]
         return [
             index
             for index in is_changed.nonzero()[0].tolist()
@@ -140,7 +141,8 @@ class SeatDraws:
         self.needs_output[seat] = has_plugins or any(each.needs_output(state) for each, state in sparse)
         self.has_penalties[seat] = params.has_penalties
         self.num_top[seat] = -1 if params.logprobs is None else params.logprobs
-        self._is_plain[seat] = not used and not params.has_penalties and params.logprobs is None
+        self.changes_logits[seat] = changes = bool(used) or params.has_penalties
+        self._is_plain[seat] = not changes and params.logprobs is None
         self.sparse[seat] = _sparse_changes(sparse) if sparse and not has_plugins else None
         self._penalties[seat] = None
         self._filters[seat, :4] = filters_of(params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -47,6 +48,7 @@ class Worker:
         self._buffers = HostBuffers() if buffers is None else buffers
         self._tokens = _tokens_of(draw, sampler, state)
         self._waiting: dict[int, LaunchedStep] = {}  # steps with rows that wait for masks, by number
+        self._in_flight: deque[int] = deque()  # numbers of the steps that are launched, but not finished
         self.graphs = graphs or StepGraphs(state, runner.layouts[0])
         self._around = around
 
@@ -60,6 +62,8 @@ class Worker:
         Rows in `late_masks` must be drawn before the next step is begun.
         """
         self._state.update(step)
+        if step.new_blocks is not None:
+            self.runner.note_blocks(step.new_blocks)
         for node, operation in zip(self.graphs.begin(step), step.kv_ops, strict=True):
             with self.graphs.transfer(node):
                 self._carry_out(operation)
@@ -68,6 +72,7 @@ class Worker:
             return lambda: none
         with contained() as failure, self._around():
             launched = self._forward(step)
+            self._in_flight.append(step.step)
             if launched.waiting is not None:
                 self._waiting[step.step] = launched
             return partial(self._finish, launched)
@@ -105,6 +110,8 @@ class Worker:
             return self._tokens.launch(step, logits, scores, hidden)
 
     def _finish(self, launched: LaunchedStep) -> StepOutput:
+        while self._in_flight and self._in_flight[0] <= launched.step.step:
+            self._in_flight.popleft()
         self._waiting.pop(launched.step.step, None)
         with contained() as failure:
             return self._tokens.finish(launched)
@@ -115,7 +122,8 @@ class Worker:
         if isinstance(operation, CopyBlocks):
             backend.copy_blocks(operation.pairs)
         elif isinstance(operation, ReadBlocks):
-            backend.read_blocks(operation.block_ids, self._buffers.views(operation.into))
+            into = self._buffers.views(operation.into)
+            backend.read_blocks(operation.block_ids, into, num_in_flight=len(self._in_flight))
         else:
             backend.write_blocks(operation.block_ids, self._buffers.views(operation.data))
 

@@ -89,7 +89,9 @@ class OracleBackend(ForwardBackendProtocol):
         for source, target in pairs:
             self._block(target)[:] = self._block(source)
 
-    def read_blocks(self, block_ids: Sequence[int], into: Sequence[memoryview]) -> None:
+    def read_blocks(
+        self, block_ids: Sequence[int], into: Sequence[memoryview], *, num_in_flight: int = 0
+    ) -> None:
         """Copy KV to host memory."""
         for block_id, buffer in zip(block_ids, into, strict=True):
             buffer[:] = self._block(block_id)
