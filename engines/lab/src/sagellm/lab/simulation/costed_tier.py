@@ -106,7 +106,9 @@ class CostedKVTier(KVTierProtocol):
 class NoBytes(NullForwardBackend):
     """KV memory of a replay, which holds nothing: copies to and from it do nothing."""
 
-    def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[memoryview]) -> None:
+    def read_blocks(
+        self, block_ids: Sequence[BlockId], into: Sequence[memoryview], *, num_in_flight: int = 0
+    ) -> None:
         """Do nothing: there is nothing to copy."""
 
     def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[memoryview]) -> None:
