@@ -16,8 +16,9 @@ from sagellm.accel import (
     QuantizationConfig,
     QuantizationGranularity,
 )
-from sagellm.core import InputBatch, KVGroup, KVLayout, PluginRegistry, StepLimits, UnsupportedModelError
+from sagellm.core import InputBatch, KVGroup, KVLayout, PluginRegistry, UnsupportedModelError
 from sagellm.core.protocols.attention import HiddenStates
+from sagellm.core.protocols.forward import StepLimits
 from sagellm.engines import EngineConfig, LLMEngine, SamplingParams
 from sagellm.engines.attention.sdpa import SDPABackend
 from sagellm.engines.forward.torch_backend import TorchForwardBackend

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sagellm.core import KVGroup, KVLayout, ModelGeometry, OutOfMemoryError, StepLimits
+from sagellm.core import KVGroup, KVLayout, ModelGeometry, OutOfMemoryError
+from sagellm.core.protocols.forward import StepLimits
 from sagellm.engines.engine_core import num_blocks
 from sagellm.engines.engine_core.num_blocks import find_num_blocks
 

@@ -88,7 +88,10 @@ def test_transfers_are_executed_in_the_order_of_the_graph(crowded, monkeypatch):
             monkeypatch.setattr(
                 backend,
                 f"{kind}_blocks",
-                lambda *args, kind=kind, whole=whole: (done.append((kind, len(args[0]))), whole(*args)),
+                lambda *args, kind=kind, whole=whole, **options: (
+                    done.append((kind, len(args[0]))),
+                    whole(*args, **options),
+                ),
             )
         engine.watch_graphs(graphs.append)
         play(engine)

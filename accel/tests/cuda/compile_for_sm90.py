@@ -32,7 +32,8 @@ from sagellm.accel.cuda.layer_ops import (
 from sagellm.accel.cuda.paged_attention import layer_kv, plan_attention
 from sagellm.accel.cuda.paged_kv import LayerKV, PagedKV
 from sagellm.accel.cuda.sampling import TritonDraw
-from sagellm.core import AttentionSpec, KVGroup, KVLayout, StepLimits
+from sagellm.core import AttentionSpec, KVGroup, KVLayout
+from sagellm.core.protocols.forward import StepLimits
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16

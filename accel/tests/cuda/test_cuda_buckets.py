@@ -20,7 +20,8 @@ from sagellm.accel.cuda.buckets import (
 from sagellm.accel.cuda.graphs import GraphBuffers
 from sagellm.accel.cuda.paged_attention import planned_arrays
 from sagellm.accel.cuda.tiles import plan_all_tiles
-from sagellm.core import AttentionSpec, ConfigError, ModelGeometry, StepLimits
+from sagellm.core import AttentionSpec, ConfigError, ModelGeometry
+from sagellm.core.protocols.forward import StepLimits
 
 SPEC = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, scale=1.0)
 LIMITS = StepLimits(max_model_len=40960, max_num_seqs=200, max_num_batched_tokens=700)

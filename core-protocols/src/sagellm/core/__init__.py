@@ -85,7 +85,7 @@ _NAMES = {
     "protocols.engine": "EngineMetrics EngineProtocol TokenOutput",
     "protocols.eviction": "CachedNode EvictionCandidate EvictionMetrics EvictionPolicyProtocol",
     "protocols.executor": "ExecutorProtocol StepWorker",
-    "protocols.forward": "ForwardBackendProtocol ForwardMetrics ModelMetrics StepLimits",
+    "protocols.forward": "ForwardBackendProtocol ForwardMetrics ModelMetrics",
     "protocols.grammar": "GrammarProtocol",
     "protocols.kv_allocator": "AllocatorMetrics KVAllocatorProtocol",
     "protocols.kv_events": "AllBlocksCleared BlockRemoved BlockStored KVCacheEvent KVEventSink RemovalReason",

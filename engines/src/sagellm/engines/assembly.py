@@ -14,7 +14,6 @@ from sagellm.core import (
     AttentionBackendProtocol,
     AttentionMetrics,
     CheckpointError,
-    Clock,
     ConfigError,
     EngineProtocol,
     InvalidRequestError,
@@ -24,11 +23,11 @@ from sagellm.core import (
     PluginRegistry,
     ProviderSpec,
     Runtime,
-    StepLimits,
     UnsupportedModelError,
     get_logger,
 )
 from sagellm.core.protocols.engine import EngineInfo, RequestLimits
+from sagellm.core.protocols.forward import StepLimits
 from sagellm.engines.attention.progress_hook import ProgressHook, ProgressReportingAttention
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_core.building import CorePlan, build_core
@@ -46,9 +45,8 @@ from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import open_tokenizer
 from sagellm.engines.modules import Modules as Modules, engine, logits_processors
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.engines.tracing import ChromeTraceWriter, NullTrace, TraceWriter
+from sagellm.engines.step_trace import count_work, open_step_trace
 from sagellm.engines.worker.building import build_worker
-from sagellm.engines.worker.work import WorkMeter
 
 if TYPE_CHECKING:
     from sagellm.core import ForwardBackendProtocol, SparsifierProtocol, WeightSource
@@ -119,7 +117,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
     config = config.with_values({"model.device": device})
     modules = Modules(registry, config)
     read_tiers(modules)  # so that errors are found before loading
-    trace = _trace(config, runtime.clock)
+    trace = open_step_trace(config, runtime.clock)
     quantizer = modules.make_optional("quantizer", config.model.quantization)
     sparsifier = modules.make_optional("sparsifier", config.model.sparsity)
     opened = open_model(config.model, registry)
@@ -176,8 +174,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         plan, backend, around_step=nullcontext if cores is None else cores.during_step
     )
     finalize(core, trace.close)  # at the latest when the process ends: until then its last events are missing
-    core.runner.work = WorkMeter([each.sliding_window for each in spec.attention])
-    _begin_profile(core, plan, opened.dtype_name)
+    count_work(core, plan, spec, opened.dtype_name)
     weight_bytes = backend.model_metrics().weight_bytes
     core.add_metrics("work", lambda: core.runner.work.metrics(geometry, layout, weight_bytes))
     core.add_metrics("model_family", backend.model_metrics)
@@ -243,53 +240,6 @@ class _Attention:
     def metrics(self) -> AttentionMetrics:
         """Return its counts; zeros if nothing needed it."""
         return AttentionMetrics() if self._made is None else self._made.metrics()
-
-
-def _trace(config: EngineConfig, clock: Clock) -> TraceWriter:
-    """Return what takes the spans of steps: a profile, in front of the trace, if one is wanted."""
-    trace = open_trace(config.trace.file, clock)
-    if not config.trace.profile:
-        return trace
-    from sagellm.engines.profiling import StepProfile
-
-    return StepProfile(trace, clock, wait=_waiting_for(config.model.device))
-
-
-def open_trace(path: str | None, clock: Clock) -> TraceWriter:
-    """Return a tracer that writes to this file, or nowhere. Raises ConfigError if it cannot be written."""
-    if path is None:
-        return NullTrace()
-    try:
-        return ChromeTraceWriter(path, clock)
-    except OSError as error:
-        raise ConfigError(
-            f"trace.file is {path!r}, which cannot be written: {error.strerror}; name another file"
-        ) from error
-
-
-def _begin_profile(core: EngineCore, plan: CorePlan, dtype: str) -> None:
-    """Have the profile, if there is one, take the operations of each step."""
-    if not plan.modules.config.trace.profile:
-        return
-    from sagellm.engines.metrics.profile import ProfiledModel
-    from sagellm.engines.profiling import StepProfile
-
-    assert isinstance(plan.trace, StepProfile), "the trace was made so"
-    assert plan.geometry is not None, "a core that computes has one"
-    core.profile, backend = plan.trace, core.runner.backend
-    weights = backend.model_metrics().operations
-    model = ProfiledModel(geometry=plan.geometry, layout=plan.layout, weights=weights, dtype=dtype)
-    core.profile.begin(core.runner.work, model, str(core.runner.device))
-    backend.report_operations(core.profile.take_operations)
-
-
-def _waiting_for(device: str) -> Callable[[], None] | None:
-    """Return what waits for a GPU; None for a CPU, which computes at once."""
-    if device == "cpu":
-        return None
-    import torch
-
-    return partial(torch.cuda.synchronize, device)
 
 
 def _layout(spec: ModelSpec, dtype_name: str, block_size: int) -> KVLayout:

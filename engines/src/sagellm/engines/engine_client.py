@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from sagellm.core import EngineMetrics, EngineProtocol, FinishReason, SequenceId, TokenOutput
 from sagellm.engines.requests.queued_request import QueuedRequest
+
+if TYPE_CHECKING:
+    from sagellm.engines.engine_core.core import EngineCore
 
 RESPONSIVE_S = 4.0
 """An engine that makes no progress for longer while it has requests is unhealthy."""
@@ -56,6 +60,13 @@ class InProcessClient(BlockingClient):
 
     def __init__(self, core: EngineProtocol) -> None:
         self.core = core
+
+    @property
+    def own_core(self) -> EngineCore | None:
+        """The core, if it is of the kind that this package brings."""
+        from sagellm.engines.engine_core.core import EngineCore
+
+        return self.core if isinstance(self.core, EngineCore) else None
 
     def add(self, requests: Sequence[QueuedRequest]) -> None:
         """Add the sequences to the engine."""

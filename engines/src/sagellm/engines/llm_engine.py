@@ -221,10 +221,8 @@ class LLMEngine:
         Those in use by live requests, and pinned ones, stay, and so does what KV tiers hold. Raises
         EngineError if this kind of engine has no such cache.
         """
-        from sagellm.engines.engine_core.core import EngineCore
-
-        core = self.client.core
-        if not isinstance(core, EngineCore):
+        core = self.client.own_core
+        if core is None:
             raise EngineError(f"the engine {self.config.engine.name.name!r} has no prefix cache to reset")
         with self._turn, HeldInterrupts():
             core.kv.clear_cache()
@@ -311,21 +309,20 @@ class LLMEngine:
     @property
     def profile(self) -> StepProfile | None:
         """What the time of all steps so far is spent on, if the setting `profile` asks for it."""
-        from sagellm.engines.engine_core.core import EngineCore
-
-        return self.client.core.profile if isinstance(self.client.core, EngineCore) else None
+        core = self.client.own_core
+        return None if core is None else core.profile
 
     def explain(self, request_id: str | None = None) -> RequestExplanation:
         """Say what the scheduler decided about a request, by its id or a unique prefix; None: the latest.
 
         Raises UnknownRequestError, and EngineError if this kind of engine keeps no decision log.
         """
-        from sagellm.engines.engine_core.core import EngineCore
         from sagellm.engines.engine_core.explanation import Explainer
 
-        if not isinstance(self.client.core, EngineCore):
+        core = self.client.own_core
+        if core is None:
             raise EngineError(f"the engine {self.config.engine.name.name!r} keeps no log of its decisions")
-        return Explainer(self.client.core).explain(request_id)
+        return Explainer(core).explain(request_id)
 
     if not TYPE_CHECKING:
 

@@ -43,11 +43,10 @@ from sagellm.core import (
     ModelSpec,
     QuantizerProtocol,
     Shard,
-    StepLimits,
     UnsupportedModelError,
     WeightSource,
 )
-from sagellm.core.protocols.forward import TimedOperation
+from sagellm.core.protocols.forward import StepLimits, TimedOperation
 
 if TYPE_CHECKING:
     from sagellm.accel.cuda.decoder import StepTensors

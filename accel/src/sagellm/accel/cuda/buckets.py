@@ -19,7 +19,8 @@ from sagellm.accel.cuda.tiles import (
     short_tile_tokens,
 )
 from sagellm.accel.uploads import packed_length
-from sagellm.core import AttentionSpec, ConfigError, ModelSpec, StepLimits
+from sagellm.core import AttentionSpec, ConfigError, ModelSpec
+from sagellm.core.protocols.forward import StepLimits
 
 DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Sequences in steps that compute one token of each."""

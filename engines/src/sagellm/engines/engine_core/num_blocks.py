@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sagellm.core import KVLayout, ModelGeometry, OutOfMemoryError, StepLimits
+from sagellm.core import KVLayout, ModelGeometry, OutOfMemoryError
+from sagellm.core.protocols.forward import StepLimits
 from sagellm.engines.forward.device_memory import available_memory_bytes
 from sagellm.engines.loading.device_and_dtype import device_type
 from sagellm.engines.sizes import format_bytes
