@@ -48,7 +48,11 @@ def on_host(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tens
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
+def send(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """Copy an array to a device without waiting for what runs there."""
+    return on_host(values, device).to(device, non_blocking=True)
+
+
 def upload(arrays: Sequence[npt.NDArray[Item]], device: torch.device) -> list[torch.Tensor]:
     """Copy flat arrays of one type to a device in one copy."""
-    packed = on_host(pack(arrays), device).to(device, non_blocking=True)
-    return unpack(packed, [len(each) for each in arrays])
+    return unpack(send(pack(arrays), device), [len(each) for each in arrays])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from sagellm.accel.uploads import send, upload
 from sagellm.core.tokens import TokenIds
 from sagellm.engines.sampling.draws import IN_PROMPT, DeviceChanges, DeviceDraw, Edits, joined
 from sagellm.engines.sampling.params import SamplingParams
@@ -17,27 +17,13 @@ from sagellm.engines.worker.masks import Words
 
 Longs = npt.NDArray[np.int64]
 _NONE = -1.0
-_ALIGNED_BYTES = 16
-"""Arrays begin at multiples of this: kernels are compiled once for such addresses, once for others."""
-
-
-def upload(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Copy an array to a device without waiting for what runs there."""
-    tensor = torch.from_numpy(values)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def upload_all(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Copy arrays to a device in one copy."""
-    sizes = [-(-each.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for each in arrays]
-    packed = np.zeros(sum(sizes), np.uint8)
-    for end, size, each in zip(accumulate(sizes), sizes, arrays, strict=True):
-        packed[end - size :][: each.nbytes] = each.reshape(-1).view(np.uint8)
-    pieces = upload(packed, device).split(sizes)  # type: ignore[no-untyped-call]
+    """Copy arrays of any types and shapes to a device in one copy."""
+    pieces = upload([each.reshape(-1).view(np.uint8) for each in arrays], device)
     return [
-        piece[: each.nbytes].view(torch.from_numpy(each).dtype).view(each.shape)
+        piece.view(torch.from_numpy(each).dtype).view(each.shape)
         for piece, each in zip(pieces, arrays, strict=True)
     ]
 
@@ -106,7 +92,7 @@ class DeviceCounts:
             self.counts[row].zero_()
             if each.params.repetition_penalty != 1.0 and len(each.prompt_token_ids):
                 prompt = np.frombuffer(each.prompt_token_ids.data, np.int32).astype(np.int64)
-                ids = upload(prompt[prompt < self._vocab_size], self._device)
+                ids = send(prompt[prompt < self._vocab_size], self._device)
                 self.counts[row].index_fill_(0, ids, IN_PROMPT)
             self._generation[row], self._num_counted[row] = each.generation, 0
         return row

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sagellm.accel.uploads import send
 from sagellm.core import EngineError, StepInput, StepOutput
 from sagellm.core.protocols.engine import PromptScores, SampledToken
 from sagellm.core.protocols.step import TokenMasks
@@ -18,7 +19,7 @@ from sagellm.engines.sampling.draws import DeviceDraw, Logits
 from sagellm.engines.sampling.logprobs import with_logprobs
 from sagellm.engines.sampling.random import numbers_of
 from sagellm.engines.sampling.sampler import Sampler
-from sagellm.engines.worker.device_changes import DeviceCounts, PenalisedRow, PlannedChanges, upload
+from sagellm.engines.worker.device_changes import DeviceCounts, PenalisedRow, PlannedChanges
 from sagellm.engines.worker.host_tokens import Hidden, Ids, LaunchedStep, StepDraws, output_of
 from sagellm.engines.worker.masks import Words, masks_at
 from sagellm.engines.worker.sampled import Ints, Places, Sampled, sampled_positions
@@ -71,7 +72,7 @@ class LateTokens(StepDraws):
         # A row whose last token is in flight computes that token first, and then its drafts.
         firsts = np.cumsum(step.num_new, dtype=np.int64) - step.num_new
         placed = np.stack((firsts[rows], step.seats[rows].astype(np.int64)))
-        places, seats = upload(placed, input_ids.device)
+        places, seats = send(placed, input_ids.device)
         input_ids.index_copy_(0, places, self._last.index_select(0, seats))
 
     def _is_late(self, seats: Seats) -> npt.NDArray[np.bool_]:
@@ -142,21 +143,21 @@ class LateTokens(StepDraws):
         if which is None:
             logits = logits[:num_positions].float().contiguous()
         else:
-            logits = logits.index_select(0, upload(which, logits.device)).float()
+            logits = logits.index_select(0, send(which, logits.device)).float()
         device, num_top = logits.device, self._draws.num_top.take(sampled.seats)
         reported = (num_top >= 0).nonzero()[0]
         given, of_given = logits, reported
         if found or np.count_nonzero(self._draws.changes_logits[sampled.seats]):
             if len(reported):
-                given, of_given = logits.index_select(0, upload(reported, device)), np.arange(len(reported))
+                given, of_given = logits.index_select(0, send(reported, device)), np.arange(len(reported))
             with torch.inference_mode():  # as the forward pass, whose logits are changed
                 self._change(logits, sampled, found)
         settings = _with_numbers(self._draws.settings(sampled.seats, sampled.places), logits.shape[1])
-        tokens = self._draw(logits, upload(settings, device))
+        tokens = self._draw(logits, send(settings, device))
         columns = None
         if len(reported):
             most = min(int(num_top.max()), logits.shape[1])
-            rows = upload(np.stack((of_given, reported)), device)
+            rows = send(np.stack((of_given, reported)), device)
             columns = self._draw.logprobs(given, tokens, rows, most)
         places = reported if which is None else which[reported]
         launched.parts.append(_part(which, tokens, places, num_top[reported], columns))
@@ -169,7 +170,7 @@ class LateTokens(StepDraws):
         if len(with_plugins):
             rows = self._draws.rows(sampled.take(with_plugins), {})
             changed = self._sampler.changed(logits, with_plugins.tolist(), rows)
-            logits.index_copy_(0, upload(with_plugins, logits.device), changed)
+            logits.index_copy_(0, send(with_plugins, logits.device), changed)
         changes = PlannedChanges()
         self._penalise(changes, logits, sampled)
         for place in self._draws.with_changes(sampled.seats):
@@ -218,9 +219,9 @@ class LateTokens(StepDraws):
             # A seat that is named more than once, or has a draft, is not planned before it is collected.
             _, index, counts = np.unique(seats, return_index=True, return_counts=True)
             alone = np.sort(index[counts == 1])
-            tokens, seats = tokens.index_select(0, upload(alone, tokens.device)), seats[alone]
+            tokens, seats = tokens.index_select(0, send(alone, tokens.device)), seats[alone]
         assert self._last is not None, "it is made before the first draw"
-        places = upload(seats.astype(np.int64), tokens.device)
+        places = send(seats.astype(np.int64), tokens.device)
         self._last.index_copy_(0, places, tokens.clamp(min=0))
         self._step_of[seats], self._generation[seats] = step, self._state.generation[seats]
 
