@@ -28,7 +28,7 @@ from make_model import ensure
 
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.cli.output import columns
-from sagellm.engines.engine_core.building import CPU_STEP_MS
+from sagellm.engines.engine_core.building import default_step_target_ms
 
 MAX_STEP, MAX_ITL = 1.5, 2.0  # × the target
 CHUNKED, UNBOUNDED = "chunks by time", "unbounded"
@@ -138,7 +138,10 @@ def measure(options: argparse.Namespace, kind: str) -> tuple[Run, float]:
         enable_prefix_caching=False,
         **settings,
     ) as engine:
-        return Load(engine, options).run(), engine.config.scheduler.step_target_ms or CPU_STEP_MS
+        target_ms = engine.config.scheduler.step_target_ms or default_step_target_ms(
+            engine.config.model.device
+        )
+        return Load(engine, options).run(), target_ms
 
 
 def bars(found: dict[str, dict[str, Any]], target_ms: float) -> dict[str, bool]:

@@ -123,3 +123,22 @@ def test_what_passes_do_is_printed_on_standard_error(make_engine, capsys, printe
 def test_nothing_is_printed_by_default(make_engine, capsys):
     make_engine().generate([5, 6, 7], GREEDY)
     assert capsys.readouterr().err == ""
+
+
+def test_steps_may_take_longer_while_nobody_sees_tokens_unless_a_target_is_given(make_engine):
+    def targets(engine, run):
+        seen = []
+        engine.client.core.scheduler._ir.watch(lambda _, before, after: seen.append(before.step_target_ms))
+        run(engine)
+        return set(seen)
+
+    def step(engine):
+        engine.add_request([5, 6, 7], GREEDY)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    engine = make_engine()
+    assert targets(engine, lambda one: one.generate([5, 6, 7], GREEDY)) == {2000.0}
+    assert targets(engine, step) == {250.0}, "it ended with the call"
+    given = make_engine(step_target_ms=40)
+    assert targets(given, lambda one: one.generate([5, 6, 7], GREEDY)) == {40.0}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
 from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+UNSEEN_STEPS = 8
+"""How many times as long as by default a step may take while nobody sees tokens as they come."""
 
 
 class LLMEngine:
@@ -127,6 +131,23 @@ class LLMEngine:
         EngineError if the engine does not lower its steps.
         """
         self.client.core.watch_graphs(take)
+
+    @contextmanager
+    def unseen_steps(self) -> Iterator[None]:
+        """Let steps take eight times as long inside, unless the configuration has a target.
+
+        `generate` does so, as nobody sees tokens before all are there: prompts are computed in larger chunks,
+        and more sequences decode together. 32 requests of 256 + 128 tokens take a tenth less on a CPU.
+        """
+        core = self.client.own_core
+        if core is None or self.config.scheduler.step_target_ms is not None:
+            yield
+            return
+        core.scheduler.lengthen_steps(UNSEEN_STEPS)
+        try:
+            yield
+        finally:
+            core.scheduler.lengthen_steps(1)
 
     def generate(  # noqa: PLR0913
         self,
@@ -356,6 +377,7 @@ class LLMEngine:
         with (
             progress_bar("generating", total=total, unit="tokens", enabled=progress) as advance,
             HeldInterrupts() as held,
+            self.unseen_steps(),
         ):
             counted = RequestShares(shares, advance)
             try:

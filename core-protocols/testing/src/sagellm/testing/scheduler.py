@@ -310,6 +310,21 @@ class SchedulerContract(SchedulerPlanContract):
         assert decided == ["first", "second"]
         assert seen == [("first", 1), ("second", 1)]
 
+    def test_a_step_target_is_taken_between_steps(self) -> None:
+        """Passes see it, or what the scheduler makes of it; a scheduler without one ignores it."""
+        scheduler, seen = self.make_for(TWO_OF_EACH[2]), []
+
+        def see(ir: ScheduleIR) -> ScheduleIR:
+            seen.append(ir.step_target_ms)
+            return ir
+
+        scheduler.add_optimization_pass(_Edit(see))
+        for target_ms in (80.0, None):
+            scheduler.set_step_target(target_ms)
+            self.plan(scheduler, TWO_OF_EACH)
+        assert seen[0] is None or seen[0] > 0
+        assert seen[1] is None
+
     def test_hits_are_seen_before_ordering(self) -> None:
         """A pass queries the probe, and only for the requests whose hit it needs."""
         asked = []

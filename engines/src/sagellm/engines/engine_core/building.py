@@ -39,8 +39,10 @@ from sagellm.engines.tracing import NullTrace, TraceWriter
 if TYPE_CHECKING:
     from sagellm.engines.worker.worker import Worker
 
-CPU_STEP_MS, GPU_STEP_MS = 250.0, 50.0
-"""How long a step may take while others decode or wait, unless the configuration says."""
+
+def default_step_target_ms(device: str) -> float:
+    """Return how long a step may take while others decode or wait, unless the configuration says."""
+    return 50.0 if device.startswith("cuda") else 250.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ class CorePlan:
         config = self.modules.config
         if config.scheduler.step_target_ms is not None:
             return config.scheduler.step_target_ms
-        return GPU_STEP_MS if config.model.device.startswith("cuda") else CPU_STEP_MS
+        return default_step_target_ms(config.model.device)
 
 
 def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None = None) -> EngineCore:
@@ -183,5 +185,13 @@ def _build_scheduler(
     if config.print != "none":
         ir.watch(config.print)
     passes, batching = PassAdmin(ir, plan.modules), BatchingMeter(**limits)
-    scheduler = Scheduler(ir, passes, kv, batching, now_ns=clock.now_ns, speculation=speculation)
+    scheduler = Scheduler(
+        ir,
+        passes,
+        kv,
+        batching,
+        now_ns=clock.now_ns,
+        step_target_ms=plan.step_target_ms,
+        speculation=speculation,
+    )
     return ir, passes, scheduler, batching

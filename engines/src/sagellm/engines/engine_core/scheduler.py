@@ -48,7 +48,7 @@ class Scheduler:
     decision starts from exact numbers again.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         ir: SchedulerIRProtocol,
         passes: PassAdmin,
@@ -56,6 +56,7 @@ class Scheduler:
         batching: BatchingMeter,
         *,
         now_ns: Callable[[], int],
+        step_target_ms: float,
         speculation: Speculation | None = None,
     ) -> None:
         self._ir = ir
@@ -64,6 +65,7 @@ class Scheduler:
         self._seats = kv.seats
         self._batching = batching
         self._now_ns = now_ns
+        self._step_target_ms = step_target_ms
         self._speculation = speculation
         self._sequences: dict[SequenceId, Sequence] = {}
         self._waiting = WaitingRows()
@@ -140,6 +142,10 @@ class Scheduler:
             except PassError as error:
                 if not self._passes.remove_failed(error):
                     raise
+
+    def lengthen_steps(self, factor: float) -> None:
+        """Let steps take so many times their target from now on."""
+        self._ir.set_step_target(factor * self._step_target_ms)
 
     def schedule(self) -> PlannedStep | None:
         """Decide on a step and take the blocks it needs; None if there is nothing to compute."""

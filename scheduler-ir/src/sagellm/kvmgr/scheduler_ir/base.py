@@ -103,6 +103,10 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         """
         self.pipeline = self.pipeline.replaced_by(passes)
 
+    def set_step_target(self, step_target_ms: float | None) -> None:
+        """Give passes this target from the next step on."""
+        self._template = self._template.updated(step_target_ms=step_target_ms)
+
     def apply_pass(self, optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> ScheduleIR:
         """Run one pass and verify what it decided, with a new state if `ir.state` is None.
 

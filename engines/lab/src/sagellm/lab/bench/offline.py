@@ -133,7 +133,8 @@ def measure_throughput(
         workload.run(1)
     _forget_steps(engine)
     before = engine.metrics().modules
-    batch = workload.run(settings.num_prompts, progress=progress)
+    with engine.unseen_steps():
+        batch = workload.run(settings.num_prompts, progress=progress)
     after = engine.metrics().modules
     batching = after["batching"] - before["batching"] if "batching" in after else None
     outputs = batch.outputs

@@ -19,7 +19,7 @@ from sagellm.core import (
     VirtualClock,
 )
 from sagellm.engines.config.schema import EngineConfig
-from sagellm.engines.engine_core.building import CPU_STEP_MS, GPU_STEP_MS, CorePlan, build_core
+from sagellm.engines.engine_core.building import CorePlan, build_core, default_step_target_ms
 from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.modules import Modules
 from sagellm.engines.sizes import parse_bytes
@@ -93,7 +93,7 @@ def _with_defaults(config: EngineConfig, costs: StepCosts) -> EngineConfig:
             "kv.num_blocks is null, and the costs have no kv_bytes_per_token and kv_memory_bytes that fit "
             "a block; say how many there are with --num-blocks"
         )
-    target_ms = config.scheduler.step_target_ms or (GPU_STEP_MS if costs.device == "cuda" else CPU_STEP_MS)
+    target_ms = config.scheduler.step_target_ms or default_step_target_ms(costs.device)
     return config.with_values(
         {
             "kv.num_blocks": num_blocks,
