@@ -45,18 +45,28 @@ class Int8Softmax : protected TileSoftmax {
   // have a unit of their own. `n`: the first query's number in its head, `q`: in all.
   void weigh(const Queries& queries, int64_t n, int64_t q, int64_t count, const KVTile& tile, const int32_t* dots,
              const Weights& to) const {
+    switch (count) {
+      case 1: return weigh<1>(queries, n, q, tile, dots, to);
+      case 2: return weigh<2>(queries, n, q, tile, dots, to);
+      case 3: return weigh<3>(queries, n, q, tile, dots, to);
+      default: return weigh<4>(queries, n, q, tile, dots, to);
+    }
+  }
+
+  template <int64_t count>
+  void weigh(const Queries& queries, int64_t n, int64_t q, const KVTile& tile, const int32_t* dots, const Weights& to) const {
     alignas(64) float scores[4 * kTileTokens];
     __mmask16 seen[4][4];
     Vec top[4] = {all(kNone), all(kNone), all(kNone), all(kNone)}, total[4] = {zero(), zero(), zero(), zero()};
     Vec most[4] = {zero(), zero(), zero(), zero()};
-    for (int64_t k = 0; k < count; ++k) {
+    SAGE_UNROLL for (int64_t k = 0; k < count; ++k) {
       set_seen(queries.low[n + k], queries.high[n + k], tile, seen[k]);
       top[k] = score(query_units_[q + k], tile, dots + k * kTileTokens, seen[k], scores + k * kTileTokens);
     }
     raise_maxima(queries.softmax, q, count, maxima<false>(top));
-    for (int64_t k = 0; k < count; ++k) {
+    SAGE_UNROLL for (int64_t k = 0; k < count; ++k) {
       float* row = scores + k * kTileTokens;
-      for (int64_t u = 0; u < 4; ++u) {
+      SAGE_UNROLL for (int64_t u = 0; u < 4; ++u) {
         const Vec p = _mm512_maskz_mov_ps(seen[k][u], weight_of(sub(load(row + u * 16), all(queries.softmax.m[q + k]))));
         total[k] = add(total[k], p);
         const Vec weight = _mm512_maskz_mul_ps(seen[k][u], p, load(tile.value_scale + u * 16));
@@ -72,7 +82,7 @@ class Int8Softmax : protected TileSoftmax {
     const __mmask8 is_any = _mm_cmp_ps_mask(largest, _mm_set1_ps(kSmallest), _CMP_GT_OQ);
     alignas(16) float per_unit[4];
     _mm_store_ps(per_unit, _mm_maskz_div_ps(is_any, _mm_set1_ps(kLargestWeight), largest));
-    for (int64_t k = 0; k < count; ++k) store_weights(scores + k * kTileTokens, all(per_unit[k]), to.upper + k * kTileTokens, to.lower + k * kTileTokens);
+    SAGE_UNROLL for (int64_t k = 0; k < count; ++k) store_weights(scores + k * kTileTokens, all(per_unit[k]), to.upper + k * kTileTokens, to.lower + k * kTileTokens);
   }
 
   float* query_units_ = nullptr;  // of kMaxQueries
@@ -90,7 +100,7 @@ class Int8Softmax : protected TileSoftmax {
   // Products become scores; returns the largest of each 16th token.
   Vec score(float unit, const KVTile& tile, const int32_t* dots, const __mmask16 (&seen)[4], float* scores) const {
     Vec top = all(kNone);
-    for (int64_t u = 0; u < 4; ++u) {
+    SAGE_UNROLL for (int64_t u = 0; u < 4; ++u) {
       Vec x = mul(mul(_mm512_cvtepi32_ps(_mm512_load_si512(dots + u * 16)), load(tile.key_scale + u * 16)), all(unit));
       if (scoring_.soft_cap != 0.0f) x = mul(all(scoring_.soft_cap), tanh(x));
       top = _mm512_mask_max_ps(top, seen[u], top, x);
@@ -102,7 +112,7 @@ class Int8Softmax : protected TileSoftmax {
   // Cuts weights into bytes. Fours of tokens come out transposed: token 16 u + 4 k + i at 16 k + 4 u + i.
   static void store_weights(const float* x, Vec per_unit, unsigned char* upper, unsigned char* lower) {
     __m512i w[4];
-    for (int64_t u = 0; u < 4; ++u) w[u] = _mm512_cvtps_epi32(mul(load(x + u * 16), per_unit));
+    SAGE_UNROLL for (int64_t u = 0; u < 4; ++u) w[u] = _mm512_cvtps_epi32(mul(load(x + u * 16), per_unit));
     const __m512i a = _mm512_packus_epi32(w[0], w[1]), b = _mm512_packus_epi32(w[2], w[3]), byte = _mm512_set1_epi16(255);
     _mm512_store_si512(upper, _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8)));
     _mm512_store_si512(lower, _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte)));

@@ -63,7 +63,7 @@ class VnniInt8Kernel : Int8Softmax {
       for_seen(queries, head, tile, [&](auto rows, int64_t q, int64_t to) { score_transposed<rows>(q, whole.begin, to); });
       weigh_head(queries, head, tile);
       pieces.for_values_of(head, [&](const Piece& piece) { pack_values(piece); });
-      for_seen(queries, head, tile, [&](auto rows, int64_t q, int64_t to) { accumulate<rows, true>(queries, q, tile, whole, to); });
+      for_seen(queries, head, tile, [&](auto rows, int64_t q, int64_t to) { accumulate<rows, 0, true>(queries, q, tile, whole, to); });
     }
   }
 
@@ -75,7 +75,7 @@ class VnniInt8Kernel : Int8Softmax {
       tile.ask_scales(kv_, queries.first_head + head, piece.begin, piece.end);
       for_few<2>(queries.count, [&](auto rows, int64_t i) {
         if (!Seen<rows>(queries, i, tile, piece.begin, piece.end).any()) return;
-        score<rows>(head * queries.stride + i, piece, i == 0 ? piece.ahead : piece.rows);
+        by_head_dim([&](auto parts) { score<rows, parts>(head * queries.stride + i, piece, i == 0 ? piece.ahead : piece.rows); });
       });
     });
     for (int64_t head = 0; head < queries.num_heads; ++head) weigh_head(queries, head, tile);
@@ -83,7 +83,8 @@ class VnniInt8Kernel : Int8Softmax {
     pieces.for_values([&](int64_t head, const Piece& piece) {
       if (is_packed) pack_values(piece);
       for_seen(queries, head, tile, [&](auto rows, int64_t q, int64_t to) {
-        is_packed ? accumulate<rows, true>(queries, q, tile, piece, to) : accumulate<rows, false>(queries, q, tile, piece, to);
+        if (is_packed) return accumulate<rows, 0, true>(queries, q, tile, piece, to);
+        by_head_dim([&](auto parts) { accumulate<rows, parts, false>(queries, q, tile, piece, to); });
       });
     });
   }
@@ -116,6 +117,21 @@ class VnniInt8Kernel : Int8Softmax {
     return _mm512_xor_si512(_mm512_maskz_loadu_epi8(in_head, key), _mm512_set1_epi8(-128));
   }
 
+  // Constants for the usual lengths of heads.
+  template <class Body>
+  void by_head_dim(const Body& body) const {
+    switch (head_dim_) {
+      case 64: return body(std::integral_constant<int64_t, 1>());
+      case 128: return body(std::integral_constant<int64_t, 2>());
+      default: return body(std::integral_constant<int64_t, 0>());
+    }
+  }
+
+  template <int64_t parts>
+  __m512i load_bytes(const unsigned char* row, int64_t d) const {
+    return parts > 0 ? _mm512_loadu_si512(row + d) : _mm512_maskz_loadu_epi8(in_head(d), row + d);
+  }
+
   __mmask64 in_head(int64_t d) const { return d + 64 <= head_dim_ ? ~__mmask64{0} : (__mmask64{1} << (head_dim_ - d)) - 1; }
 
   static __m128i sums(__m512i a, __m512i b, __m512i c, __m512i d) {
@@ -127,16 +143,16 @@ class VnniInt8Kernel : Int8Softmax {
   }
 
   // dots (query, token) = queries . keys. Rows are read one after the other, as processors foresee it best.
-  template <int64_t rows>
+  template <int64_t rows, int64_t parts>
   void score(int64_t q, const Piece& piece, const unsigned char* ahead) const {
-    const int64_t row_bytes = head_dim_, padded = padded_;
+    const int64_t row_bytes = parts > 0 ? parts * 64 : head_dim_, padded = parts > 0 ? parts * 64 : padded_;
     const unsigned char *queries = queries_ + q * 2 * padded, *row = piece.rows;
     for (int64_t t = piece.begin; t < piece.end; t += 4) {
       __m512i sum[2 * rows][4];
       SAGE_UNROLL for (int64_t k = 0; k < 4; ++k) {
         SAGE_UNROLL for (int64_t r = 0; r < 2 * rows; ++r) sum[r][k] = _mm512_setzero_si512();
-        for (int64_t d = 0; d < padded; d += 64) {
-          const __m512i key = load_key(row + d, in_head(d));
+        SAGE_UNROLL for (int64_t d = 0; d < padded; d += 64) {
+          const __m512i key = _mm512_xor_si512(load_bytes<parts>(row, d), _mm512_set1_epi8(-128));
           prefetch_far(ahead + d);
           SAGE_UNROLL for (int64_t r = 0; r < 2 * rows; ++r) {
             sum[r][k] = add_products(sum[r][k], key, _mm512_loadu_si512(queries + r * padded + d));
@@ -209,11 +225,13 @@ class VnniInt8Kernel : Int8Softmax {
   }
 
   // Of four tokens, 64 dimensions: the four dimensions 16 i + 4 k of each token are the i-th 128 bits of vector k.
+  template <int64_t parts>
   void interleave(const unsigned char* rows, int64_t d, __m512i (&to)[4], const unsigned char* ahead) const {
+    const int64_t row_bytes = parts > 0 ? parts * 64 : head_dim_;
     __m512i x[4];
     SAGE_UNROLL for (int64_t i = 0; i < 4; ++i) {
-      x[i] = _mm512_maskz_loadu_epi8(in_head(d), rows + i * head_dim_ + d);
-      prefetch_far(ahead + i * head_dim_ + d);
+      x[i] = load_bytes<parts>(rows + i * row_bytes, d);
+      prefetch_far(ahead + i * row_bytes + d);
     }
     const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpacklo_epi8(x[2], x[3]);
     const __m512i c = _mm512_unpackhi_epi8(x[0], x[1]), e = _mm512_unpackhi_epi8(x[2], x[3]);
@@ -229,14 +247,14 @@ class VnniInt8Kernel : Int8Softmax {
       const int64_t at = (t - piece.begin) * head_dim_;
       for (int64_t d = 0; d < head_dim_; d += 64) {
         __m512i x[4];
-        interleave(piece.rows + at, d, x, piece.ahead + at);
+        interleave<0>(piece.rows + at, d, x, piece.ahead + at);
         SAGE_UNROLL for (int64_t c = 0; c < 4; ++c) _mm512_storeu_si512(values_ + t * padded_ + d * 4 + c * 64, x[c]);
       }
     }
   }
 
   // Adds weights . values of a piece to the sums of the tile; those of its last piece to the accumulator.
-  template <int64_t rows, bool is_packed>
+  template <int64_t rows, int64_t parts, bool is_packed>
   void accumulate(const Queries& queries, int64_t q, const KVTile& tile, const Piece& piece, int64_t last_seen) const {
     const bool is_first = piece.begin <= tile.begin, is_last = piece.end >= tile.end;
     for (int64_t d = 0; d < head_dim_; d += 64) {
@@ -246,12 +264,13 @@ class VnniInt8Kernel : Int8Softmax {
       }
       for (int64_t t = piece.begin; t < std::min(piece.end, last_seen); t += 4) {
         // Where `store_weights` leaves the four tokens.
-        const unsigned char* weight = weights_ + q * kTileTokens + t % 16 * 4 + t / 16 * 4;
+        const unsigned char* weight = weights_ + q * kTileTokens + (t & 15) * 4 + (t >> 4) * 4;
         __m512i x[4];
         if constexpr (is_packed) {
           SAGE_UNROLL for (int64_t c = 0; c < 4; ++c) x[c] = _mm512_loadu_si512(values_ + t * padded_ + d * 4 + c * 64);
         } else {
-          interleave(piece.rows + (t - piece.begin) * head_dim_, d, x, piece.ahead + (t - piece.begin) * head_dim_);
+          const int64_t at = (t - piece.begin) * (parts > 0 ? parts * 64 : head_dim_);
+          interleave<parts>(piece.rows + at, d, x, piece.ahead + at);
         }
         SAGE_UNROLL for (int64_t r = 0; r < 2 * rows; ++r) {
           const __m512i w = four_bytes(weight + (r / 2 + r % 2 * kMaxQueries) * kTileTokens);
