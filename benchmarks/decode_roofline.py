@@ -22,6 +22,7 @@ from make_model import ensure
 
 from sagellm.engines import LLMEngine, SamplingParams
 from sagellm.engines.metrics.limits import read_bandwidth
+from sagellm.lab.plots import check_plot
 
 HEAD = "SEQUENCES  CONTEXT  MS (min, median, p99)      TOKENS/S  ROOFLINE (RATIO)  BY OPERATION (RATIO)  READ"
 
@@ -65,7 +66,7 @@ def row(engine: LLMEngine, num_sequences: int, context: int, steps: int) -> dict
         engine.step()
     assert decode.whole.read_bytes, "the backend counts them"
     assert decode.whole.flops, "the backend counts them"
-    (peak,) = {rate.per_s for rate in found.limits.peaks.values()}
+    peak = found.limits.peaks["bfloat16"].per_s
     bandwidth = (before + after) / 2
     by_bytes_ms, by_operations_ms = decode.whole.read_bytes / bandwidth * 1e3, decode.whole.flops / peak * 1e3
     limit_ms, median_ms = max(by_bytes_ms, by_operations_ms), float(np.median(times_ms))
@@ -131,11 +132,12 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--context", type=int, default=256, help="tokens in the mean; default: %(default)s")
     parser.add_argument("--steps", type=int, default=32, help="default: %(default)s")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8"))
-    parser.add_argument("--quantization")
     parser.add_argument("--plot", type=Path, help="draw tokens/s by sequences")
     output_flags(parser, "decode_roofline")
     options = parser.parse_args()
+    check_plot(options.plot)
+    if min(options.sequences) < 1 or not 0 < options.steps < options.context:
+        parser.error("there must be a sequence, a step, and more tokens of context than steps")
     others, path = foreign_cores(), ensure(options.model)
     most = max(options.sequences)
     longest = options.context + options.steps + _most_before(most, options.context)
@@ -143,8 +145,6 @@ def main() -> None:
         model=str(path),
         dtype="bfloat16",
         device="cpu",
-        quantization=options.quantization,
-        kv_cache_dtype=options.kv_cache_dtype,
         num_blocks=most * -(-longest // 16) + 16,
         max_model_len=longest,
         enable_prefix_caching=False,
@@ -154,9 +154,8 @@ def main() -> None:
         for number in options.sequences:
             rows.append(row(engine, number, options.context, options.steps))
             print(line(rows[-1]), file=sys.stderr, flush=True)
-    settings = {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
     text = "\n".join([HEAD, *map(line, rows)])
-    publish("decode_roofline", text, options, foreign_cores=others, settings=settings, rows=rows)
+    publish("decode_roofline", text, options, foreign_cores=others, rows=rows)
     if options.plot is not None:
         draw(rows, f"{path.name}, {options.context} tokens of context", options.plot)
 

@@ -271,7 +271,7 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
             "passes are shown and replaced between steps",
             "passes are shown and replaced between steps",
         ),
-        "set_step_target": ("a step target is taken between steps", None),
+        "lengthen_steps": ("steps are lengthened and shortened again", None),
         "watch": (
             "passes are shown and replaced between steps",
             "passes are shown and replaced between steps",

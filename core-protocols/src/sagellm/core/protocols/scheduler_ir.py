@@ -469,10 +469,10 @@ class SchedulerIRProtocol(ABC):
         """
         raise ConfigError(f"the scheduler {type(self).__name__} cannot change its passes while it runs")
 
-    def set_step_target(self, step_target_ms: float | None) -> None:  # noqa: B027 - it may have none
-        """Have steps take so long from the next one on, instead of what the factory was given.
+    def lengthen_steps(self, factor: float) -> None:  # noqa: B027 - there may be no target
+        """Have steps take so many times their target from the next one on; 1: the target itself again.
 
-        The engine calls it as somebody begins or ceases to see tokens as they come. A scheduler without a
+        The engine calls it as somebody ceases or begins to see tokens as they come. A scheduler without a
         target ignores it.
         """
 

@@ -310,20 +310,24 @@ class SchedulerContract(SchedulerPlanContract):
         assert decided == ["first", "second"]
         assert seen == [("first", 1), ("second", 1)]
 
-    def test_a_step_target_is_taken_between_steps(self) -> None:
-        """Passes see it, or what the scheduler makes of it; a scheduler without one ignores it."""
-        scheduler, seen = self.make_for(TWO_OF_EACH[2]), []
+    def test_steps_are_lengthened_and_shortened_again(self) -> None:
+        """Passes see it; a scheduler without a target ignores it."""
+        seen: list[float | None] = []
 
         def see(ir: ScheduleIR) -> ScheduleIR:
             seen.append(ir.step_target_ms)
             return ir
 
+        scheduler = self.make(
+            max_num_batched_tokens=9, max_num_seqs=3, block_size=16, clock=VirtualClock(), step_target_ms=80.0
+        )
         scheduler.add_optimization_pass(_Edit(see))
-        for target_ms in (80.0, None):
-            scheduler.set_step_target(target_ms)
+        for factor in (1, 8, 1):
+            scheduler.lengthen_steps(factor)
             self.plan(scheduler, TWO_OF_EACH)
-        assert seen[0] is None or seen[0] > 0
-        assert seen[1] is None
+        usual, longer, again = seen
+        assert again == usual
+        assert longer in (usual, None if usual is None else 8 * usual)
 
     def test_hits_are_seen_before_ordering(self) -> None:
         """A pass queries the probe, and only for the requests whose hit it needs."""

@@ -185,13 +185,5 @@ def _build_scheduler(
     if config.print != "none":
         ir.watch(config.print)
     passes, batching = PassAdmin(ir, plan.modules), BatchingMeter(**limits)
-    scheduler = Scheduler(
-        ir,
-        passes,
-        kv,
-        batching,
-        now_ns=clock.now_ns,
-        step_target_ms=plan.step_target_ms,
-        speculation=speculation,
-    )
+    scheduler = Scheduler(ir, passes, kv, batching, now_ns=clock.now_ns, speculation=speculation)
     return ir, passes, scheduler, batching

@@ -48,7 +48,7 @@ class Scheduler:
     decision starts from exact numbers again.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         ir: SchedulerIRProtocol,
         passes: PassAdmin,
@@ -56,7 +56,6 @@ class Scheduler:
         batching: BatchingMeter,
         *,
         now_ns: Callable[[], int],
-        step_target_ms: float,
         speculation: Speculation | None = None,
     ) -> None:
         self._ir = ir
@@ -65,7 +64,6 @@ class Scheduler:
         self._seats = kv.seats
         self._batching = batching
         self._now_ns = now_ns
-        self._step_target_ms = step_target_ms
         self._speculation = speculation
         self._sequences: dict[SequenceId, Sequence] = {}
         self._waiting = WaitingRows()
@@ -145,7 +143,7 @@ class Scheduler:
 
     def lengthen_steps(self, factor: float) -> None:
         """Let steps take so many times their target from now on."""
-        self._ir.set_step_target(factor * self._step_target_ms)
+        self._ir.lengthen_steps(factor)
 
     def schedule(self) -> PlannedStep | None:
         """Decide on a step and take the blocks it needs; None if there is nothing to compute."""

@@ -59,7 +59,7 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         _at_least_one("block_size", block_size)
         self._hits = PrefixHits(probe, self._step_number if epoch is None else epoch, block_size)
         self._clock = SystemClock() if clock is None else clock
-        self._cost = cost
+        self._cost, self._step_target_ms = cost, step_target_ms
         nothing = RequestRows.of(())
         self._template = ScheduleIR(
             pending=nothing,
@@ -103,9 +103,10 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         """
         self.pipeline = self.pipeline.replaced_by(passes)
 
-    def set_step_target(self, step_target_ms: float | None) -> None:
-        """Give passes this target from the next step on."""
-        self._template = self._template.updated(step_target_ms=step_target_ms)
+    def lengthen_steps(self, factor: float) -> None:
+        """Give passes so many times the target from the next step on."""
+        if self._step_target_ms is not None:
+            self._template = self._template.updated(step_target_ms=factor * self._step_target_ms)
 
     def apply_pass(self, optimization_pass: SchedulerPassProtocol, ir: ScheduleIR) -> ScheduleIR:
         """Run one pass and verify what it decided, with a new state if `ir.state` is None.
