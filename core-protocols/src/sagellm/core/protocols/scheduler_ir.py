@@ -178,7 +178,7 @@ class ScheduleIR:
         return frozenset(row for row, way in self.preempted.items() if way == "swap").union(*marked)
 
     def caps(self, part: Part) -> Ints:
-        """Return the most tokens that each row may compute: (rows,), MAX_CAP where there is no cap."""
+        """Return how many tokens each row may compute at most: (rows,), MAX_CAP for a row without a cap."""
         import numpy as np
 
         caps = np.full(len(getattr(self, part)), MAX_CAP, np.int32)
