@@ -119,6 +119,9 @@ class Native:
         values, block = layers * 2 * KV_HEADS * head, layers * 2 * KV_HEADS * (head + per_head)
         memory = pages(block * blocks)
         self.fill(memory)
+        # Random bits as scales would be denormal now and then, which takes some CPUs a hundred times as long.
+        scales = memory.view(blocks, block)[:, values:].view(torch.float32)
+        scales.copy_(torch.rand(scales.shape) * 0.02)
         kv = KV(
             number, memory.data_ptr(), size, block, 2 * KV_HEADS * head, KV_HEADS * head, head, DIM * item,
             values, 2 * KV_HEADS * per_head, KV_HEADS * per_head, per_head,
@@ -148,13 +151,12 @@ class Native:
         return run
 
     def fill(self, memory: torch.Tensor) -> None:
-        """Put random values of the kind everywhere; as scales of int8, random bits that are small numbers."""
-        noise = torch.randn(1 << 20)
+        """Put random values of the kind everywhere."""
         if self.kind == "int8":
-            noise_bytes = torch.randint(0, 60, (1 << 20,), dtype=torch.uint8)
+            noise_bytes = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
         else:
             dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[self.kind]
-            noise_bytes = noise.to(dtype).view(torch.uint8)
+            noise_bytes = torch.randn(1 << 20).to(dtype).view(torch.uint8)
         for start in range(0, len(memory), len(noise_bytes)):
             part = memory[start : start + len(noise_bytes)]
             part.copy_(noise_bytes[: len(part)])

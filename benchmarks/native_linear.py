@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import mmap
 import os
 import sys
 import time
@@ -110,7 +111,8 @@ class Weights:
         """Multiply by each copy in turn, without the first of a turn: it finds the threads asleep."""
         x = np.random.default_rng(1).standard_normal((num_rows, self.k), np.float32)
         width = self.n // 2 if self.is_gated else self.n
-        out, each = np.zeros((num_rows, width), np.float32), np.zeros(self.num_copies)
+        out = np.frombuffer(mmap.mmap(-1, num_rows * width * 4), np.float32)  # whole lines, as a step's are
+        each = np.zeros(self.num_copies)
         result: list[float] = []
         for _ in range(repeats):
             self.library.sage_linear_multiply(

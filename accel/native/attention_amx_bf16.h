@@ -15,7 +15,7 @@ class AmxBf16Kernel {
  public:
   static int64_t scratch_bytes(int64_t head_dim) {
     const int64_t padded = round_up(head_dim, 32);
-    return kMaxQueries * padded * 2 + kTileTokens * padded * 2 + kTileTokens * head_dim * 2 + 2 * kProductBytes + kWeightBytes;
+    return kMaxQueries * padded * 2 + kTileTokens * padded * 2 + kTileTokens * head_dim * 2 + 2 * kProductBytes + kMaxQueries / 16 * kWeightBytes;
   }
 
   AmxBf16Kernel(const KV& kv, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
@@ -25,7 +25,7 @@ class AmxBf16Kernel {
     queries_ = reinterpret_cast<uint32_t*>(take(kMaxQueries * padded_ * 2));
     keys_ = take(kTileTokens * padded_ * 2);
     for (float*& products : products_) products = reinterpret_cast<float*>(take(kProductBytes));
-    weights_ = reinterpret_cast<uint32_t*>(take(kWeightBytes));
+    weights_ = reinterpret_cast<uint32_t*>(take(kMaxQueries / 16 * kWeightBytes));
     values_ = reinterpret_cast<uint32_t*>(take(kTileTokens * head_dim * 2));
   }
 
@@ -76,7 +76,7 @@ class AmxBf16Kernel {
     if (at == num_tiles) return;
     find_keys(tile);
     if (is_narrow_) return add_few(queries, {head, tile.first, first_, last_}, tile);
-    pack_values(tile);
+    const int64_t first_at = at;
     multiply_keys(head * num_tiles + at, products_[0]);
     for (int64_t turn = 0; at < num_tiles; turn ^= 1) {
       // The next products run while this softmax does.
@@ -84,6 +84,11 @@ class AmxBf16Kernel {
       if (next < num_tiles) multiply_keys(head * num_tiles + next, products_[turn ^ 1]);
       add_products(queries, head, at, tile, products_[turn]);
       at = next;
+    }
+    // Only then the values: the L1 cache has no room for both.
+    pack_values(tile);
+    for (at = first_at; at < num_tiles; at = next_seen(queries, tile, at + 1, num_tiles)) {
+      multiply_values(weights_ + at * kWeightWords, queries.softmax.acc + (head * queries.stride + at * 16) * head_dim_);
     }
   }
 
@@ -104,7 +109,7 @@ class AmxBf16Kernel {
     }
   }
 
-  static constexpr int64_t kProductBytes = kTileTokens * 16 * 4, kWeightBytes = 16 * kTileTokens * 2;
+  static constexpr int64_t kProductBytes = kTileTokens * 16 * 4, kWeightBytes = 16 * kTileTokens * 2, kWeightWords = kWeightBytes / 4;
   // A maximum that grows by less than this is left as it is: weights are then at most 2^8, and the accumulator need not
   // be brought to the new one.
   static constexpr float kSlack = 8.0f;
@@ -253,12 +258,12 @@ class AmxBf16Kernel {
     const Vec old_m = load(m);
     const Vec top = all_seen ? score<true>(low, high, products) : score<false>(low, high, products);
     const Vec new_m = pick(less(add(old_m, all(kSlack)), top), top, old_m);
-    const __mmask16 grown = _mm512_cmp_ps_mask(old_m, new_m, _CMP_NEQ_OQ) & real;
+    const __mmask16 grown = _mm512_cmp_ps_mask(old_m, new_m, _CMP_NEQ_OQ) & _mm512_cmp_ps_mask(old_m, all(kNone), _CMP_NEQ_OQ) & real;
     if (grown != 0) rescale(queries.softmax.l + q, acc, grown, sub(old_m, new_m));
     store(m, new_m);
-    const Vec total = all_seen ? weigh<true>(low, high, new_m, products) : weigh<false>(low, high, new_m, products);
+    uint32_t* weights = weights_ + at * kWeightWords;
+    const Vec total = all_seen ? weigh<true>(low, high, new_m, products, weights) : weigh<false>(low, high, new_m, products, weights);
     store(queries.softmax.l + q, add(load(queries.softmax.l + q), total));
-    multiply_values(acc);
   }
 
   static __mmask16 seen(int64_t t, __m512i low, __m512i high) {
@@ -295,13 +300,13 @@ class AmxBf16Kernel {
 
   // Scores become bf16 weights, (query, token); returns the sum of each query's.
   template <bool all_seen>
-  Vec weigh(__m512i low, __m512i high, Vec m, const float* products) {
+  Vec weigh(__m512i low, __m512i high, Vec m, const float* products, uint32_t* weights) const {
     const bool plain = scoring_.soft_cap == 0.0f;
     const Vec scale = all(plain ? scoring_.scale : 1.0f);
     Vec total[4] = {zero(), zero(), zero(), zero()};  // of each fourth token: an order of additions that few queries can keep
     for (int64_t half = first_ / 2; half < (last_ + 1) / 2; ++half) {
       __m512i pairs[16];
-      for (int64_t pair = 0; pair < 16; ++pair) {
+      SAGE_UNROLL for (int64_t pair = 0; pair < 16; ++pair) {
         const int64_t t = half * 32 + pair * 2;
         Vec p[2] = {zero(), zero()};
         if (t >= first_ * 16 && t < last_ * 16) {
@@ -314,7 +319,7 @@ class AmxBf16Kernel {
         pairs[pair] = interleaved(p[0], p[1]);
       }
       transpose(pairs);
-      for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(weights_ + half * 256 + i * 16, pairs[i]);
+      SAGE_UNROLL for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(weights + half * 256 + i * 16, pairs[i]);
     }
     return add(add(total[0], total[2]), add(total[1], total[3]));
   }
@@ -435,17 +440,23 @@ class AmxBf16Kernel {
   }
 
   // acc (16 queries, head_dim) += weights . values
-  void multiply_values(float* acc) const {
+  void multiply_values(const uint32_t* weights, float* acc) const {
     int64_t d = 0;
-    for (; d + 64 <= head_dim_; d += 64) multiply_values_at<4>(acc, d);
-    if (head_dim_ - d == 48) multiply_values_at<3>(acc, d);
-    if (head_dim_ - d == 32) multiply_values_at<2>(acc, d);
-    if (head_dim_ - d == 16) multiply_values_at<1>(acc, d);
+    for (; d + 64 <= head_dim_; d += 64) multiply_values_at<4>(weights, acc, d);
+    if (head_dim_ - d == 48) multiply_values_at<3>(weights, acc, d);
+    if (head_dim_ - d == 32) multiply_values_at<2>(weights, acc, d);
+    if (head_dim_ - d == 16) multiply_values_at<1>(weights, acc, d);
+  }
+
+  // Half of the rows of 16 dimensions of the next tile of queries: the L1 cache has no room for all tiles'.
+  void ask_next(const float* acc, int64_t half, int64_t d) const {
+    const float* row = acc + (16 + half % 2 * 8) * head_dim_ + d;
+    SAGE_UNROLL for (int64_t i = 0; i < 8; ++i) prefetch(row + i * head_dim_);
   }
 
   // 16 * columns dimensions from d on
   template <int columns>
-  void multiply_values_at(float* acc, int64_t d) const {
+  void multiply_values_at(const uint32_t* weights, float* acc, int64_t d) const {
     finish_writes();
     const int64_t step = head_dim_ * 4;
     float* at = acc + d;
@@ -455,18 +466,22 @@ class AmxBf16Kernel {
     if constexpr (columns > 3) _tile_loadd(3, at + 48, step);
     for (int64_t half = first_ / 2; half < (last_ + 1) / 2; ++half) {
       const uint32_t* value = values_ + half * 16 * head_dim_ + d;
-      _tile_loadd(4, weights_ + half * 256, 64);
+      ask_next(acc, half, d);
+      _tile_loadd(4, weights + half * 256, 64);
       _tile_loadd(5, value, step);
       _tile_dpbf16ps(0, 4, 5);
       if constexpr (columns > 1) {
+        ask_next(acc, half, d + 16);
         _tile_loadd(6, value + 16, step);
         _tile_dpbf16ps(1, 4, 6);
       }
       if constexpr (columns > 2) {
+        ask_next(acc, half, d + 32);
         _tile_loadd(7, value + 32, step);
         _tile_dpbf16ps(2, 4, 7);
       }
       if constexpr (columns > 3) {
+        ask_next(acc, half, d + 48);
         _tile_loadd(5, value + 48, step);
         _tile_dpbf16ps(3, 4, 5);
       }

@@ -13,7 +13,7 @@ class AmxInt8Kernel : Int8Softmax {
  public:
   static int64_t scratch_bytes(int64_t head_dim) {
     const int64_t padded = round_up(head_dim, 64);
-    const int64_t many = kMaxQueries * (padded * 2 + 4) + 2 * kTileTokens * padded + 2 * kProductBytes + kWeightBytes + 2 * 16 * padded * 4;
+    const int64_t many = kMaxQueries * (padded * 2 + 4) + 2 * kTileTokens * padded + 2 * kProductBytes + kMaxQueries / 16 * kWeightBytes + kMaxQueries * 4 + 2 * 16 * padded * 4;
     return std::max(many, VnniInt8Kernel::scratch_bytes(head_dim));
   }
 
@@ -26,7 +26,8 @@ class AmxInt8Kernel : Int8Softmax {
     keys_ = take(kTileTokens * padded_);
     values_ = take(kTileTokens * padded_);
     for (int32_t*& products : products_) products = reinterpret_cast<int32_t*>(take(kProductBytes));
-    weights_ = take(kWeightBytes);
+    weights_ = take(kMaxQueries / 16 * kWeightBytes);
+    weight_units_ = reinterpret_cast<float*>(take(kMaxQueries * 4));
     sums_ = reinterpret_cast<int32_t*>(take(2 * 16 * padded_ * 4));
     TileConfig().load();
   }
@@ -64,14 +65,21 @@ class AmxInt8Kernel : Int8Softmax {
     int64_t at = next_seen(queries, tile, 0, num_tiles);
     if (at == num_tiles) return;
     find_keys(tile);
+    const int64_t first_at = at;
     multiply_keys(first_tile + at, products_[0]);
-    pack_values(tile);
     for (int64_t turn = 0; at < num_tiles; turn ^= 1) {
       // The next products run while this softmax does.
       const int64_t next = next_seen(queries, tile, at + 1, num_tiles);
       if (next < num_tiles) multiply_keys(first_tile + next, products_[turn ^ 1]);
       add_products(queries, head, at, tile, products_[turn]);
       at = next;
+    }
+    // Only then the values: the L1 cache has no room for both.
+    pack_values(tile);
+    for (at = first_at; at < num_tiles; at = next_seen(queries, tile, at + 1, num_tiles)) {
+      multiply_values(weights_ + at * kWeightBytes);
+      const int64_t count = std::min<int64_t>(16, queries.count - at * 16), q = head * queries.stride + at * 16;
+      add_sums(weight_units_ + at * 16, count, queries.softmax.acc + q * head_dim_);
     }
     ahead.rows(2 * kTileTokens);
   }
@@ -181,14 +189,11 @@ class AmxInt8Kernel : Int8Softmax {
     const int64_t count = std::min<int64_t>(16, queries.count - at * 16), q = head * queries.stride + at * 16;
     alignas(64) int32_t dots[16 * kTileTokens];  // (query, token)
     for (int64_t u = first_; u < last_; ++u) join(products + u * 256, dots + u * 16);
-    alignas(16) float units[16];
     for (int64_t i = 0; i < count; i += 4) {
-      unsigned char* upper = weights_ + i * kTileTokens;
-      const Weights to = {upper, upper + 16 * kTileTokens, units + i};
+      unsigned char* upper = weights_ + at * kWeightBytes + i * kTileTokens;
+      const Weights to = {upper, upper + 16 * kTileTokens, weight_units_ + at * 16 + i};
       weigh(queries, at * 16 + i, q + i, std::min<int64_t>(4, count - i), tile, dots + i * kTileTokens, to);
     }
-    multiply_values();
-    add_sums(units, count, queries.softmax.acc + q * head_dim_);
   }
 
   // 16 tokens' products: 256 * upper + lower part, transposed to (query, kTileTokens).
@@ -202,10 +207,10 @@ class AmxInt8Kernel : Int8Softmax {
   }
 
   // sums (part, query, dimension) = parts of the weights . values
-  void multiply_values() const {
+  void multiply_values(const unsigned char* weights) const {
     finish_writes();
-    _tile_loadd(4, weights_, 64);
-    _tile_loadd(5, weights_ + kWeightBytes / 2, 64);
+    _tile_loadd(4, weights, 64);
+    _tile_loadd(5, weights + kWeightBytes / 2, 64);
     for (int64_t d = 0; d < head_dim_; d += 32) multiply_values(d, std::min(d + 16, head_dim_ - 16));
   }
 
@@ -234,6 +239,7 @@ class AmxInt8Kernel : Int8Softmax {
       const int32_t *upper = sums_ + i * padded_, *lower = upper + 16 * padded_;
       const Vec unit = all(units[i]);
       for (int64_t d = 0; d < head_dim_; d += 16) {
+        prefetch(acc + (16 + i) * head_dim_ + d);  // of the next tile of queries
         const __m512i sum = joined(_mm512_load_si512(upper + d), _mm512_load_si512(lower + d));
         store(acc + i * head_dim_ + d, fma(_mm512_cvtepi32_ps(sum), unit, load(acc + i * head_dim_ + d)));
       }
@@ -249,7 +255,8 @@ class AmxInt8Kernel : Int8Softmax {
   unsigned char* queries_;
   unsigned char *keys_, *values_;
   int32_t* products_[2];
-  unsigned char* weights_;
+  unsigned char* weights_;  // of each tile of queries
+  float* weight_units_;
   int32_t* sums_;
   const unsigned char* key_[4];
 };
