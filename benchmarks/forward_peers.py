@@ -13,9 +13,9 @@ one, from this), and gets the same token ids:
 
 Peak memory is VmHWM of a process that was loaded and ran the prompt of 2,048 tokens alone; the start is the
 time from the interpreter's start to the first token of a short prompt. Read bandwidth and matrix rate are
-measured before and after each engine. Ours first gets the idle time that a server has before its first
-request, in which it allocates KV; the others do that as they start. The result is kept in
-`benchmarks/results/forward-KIND-Ncore.json`.
+measured before and after each engine. Before each round ours gets the idle time that a server has between
+requests, in which it allocates KV that was never used; the others allocate all of it as they start. The
+result is kept in `benchmarks/results/forward-KIND-Ncore.json`.
 
 `bf16 int8 int8-kv8 int4` of `--formats` are each engine's own way: our quantizers as they load, `int8-kv8`
 with KV in 8 bits; for vLLM W8A8 and W4A16 (KV in FP8), for llama.cpp Q8_0 and Q4_0, for OpenVINO copies of

@@ -44,7 +44,7 @@ class SageLLM:
         }
 
     def rest(self) -> None:
-        """Allocate KV, as a server does before its first request."""
+        """Allocate KV, as a server does between requests."""
         while self._engine.use_idle_time():
             pass
 

@@ -58,29 +58,27 @@ def run(
     load_s = time.perf_counter() - STARTED_S
     engine.one(_prompt("first", 16), 1)
     figures: dict[str, Any] = {"start_s": _process_age_s(), "load_s": load_s}
-    names = order["phases"] or [name for name in PHASES if name != "memory"]
-    if names != ["memory"]:
-        engine.rest()
-    for name in names:
+    for name in order["phases"] or [name for name in PHASES if name != "memory"]:
         figures |= PHASES[name](engine, order["rounds"])
     figures["peak_rss_mib"] = peak_rss_mib()
     print(json.dumps({"figures": figures, "about": engine.about}), file=channel, flush=True)
     os._exit(0)  # without the complaints of threads that are taken down
 
 
-def _repeat(rounds: int) -> Iterator[int]:
-    """Count rounds, until they have taken a minute."""
+def _repeat(engine: Engine, rounds: int) -> Iterator[int]:
+    """Count rounds, each behind a rest, until they have taken a minute."""
     started = time.perf_counter()
     for number in range(rounds):
         if time.perf_counter() - started > _MOST_S:
             return
+        engine.rest()
         yield number
 
 
 def _decode(engine: Engine, rounds: int, prompt: int = 128, output: int = 128) -> list[float]:
     engine.one(_prompt(f"warm decode {prompt}", prompt), 8)
     rates = []
-    for number in _repeat(rounds):
+    for number in _repeat(engine, rounds):
         times = engine.one(_prompt(f"decode {prompt} {number}", prompt), output)
         assert len(times) == output, f"{len(times)} tokens of {output}"
         rates.append((output - 1) / (times[-1] - times[0]))
@@ -99,7 +97,9 @@ def decode_256(engine: Engine, rounds: int) -> dict[str, Any]:
 
 def _ttft(engine: Engine, rounds: int, length: int) -> dict[str, Any]:
     engine.one(_prompt(f"warm {length}", length), 1)
-    times = [engine.one(_prompt(f"ttft {length} {number}", length), 1)[0] for number in _repeat(rounds)]
+    times = [
+        engine.one(_prompt(f"ttft {length} {number}", length), 1)[0] for number in _repeat(engine, rounds)
+    ]
     return {f"ttft_{length}_s": spread(times)}
 
 
@@ -116,7 +116,7 @@ def ttft_2048(engine: Engine, rounds: int) -> dict[str, Any]:
 def ttft_cached(engine: Engine, rounds: int) -> dict[str, Any]:
     """Return the time to the first token of 2,048 tokens of which 1,920 were computed just before."""
     times = []
-    for number in _repeat(rounds):
+    for number in _repeat(engine, rounds):
         known = _prompt(f"known {number}", 1920)
         engine.one(known + _prompt(f"first end {number}", 128), 1)
         times.append(engine.one(known + _prompt(f"second end {number}", 128), 1)[0])
@@ -125,7 +125,7 @@ def ttft_cached(engine: Engine, rounds: int) -> dict[str, Any]:
 
 def _batch(engine: Engine, rounds: int, size: int) -> dict[str, Any]:
     rates = []
-    for number in _repeat(rounds):
+    for number in _repeat(engine, rounds):
         prompts = [_prompt(f"batch {size} {number} {one}", 256) for one in range(size)]
         started = time.perf_counter()
         num_tokens = engine.many(prompts, 128)
