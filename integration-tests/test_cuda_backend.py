@@ -123,6 +123,7 @@ def checkpoint(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("cuda"), **SMALL | MODELS[request.param])
 
 
+@pytest.mark.full
 @pytest.mark.no_cover
 def test_operations_are_those_of_torch_in_order_and_change_no_logits(checkpoint):
     taken = {}

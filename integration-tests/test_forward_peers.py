@@ -26,7 +26,10 @@ class Clock:
     """An engine whose tokens come a tenth of a second apart, and which knows what it was asked."""
 
     def __init__(self):
-        self.about, self.prompts = {}, []
+        self.about, self.prompts, self.num_rests = {}, [], 0
+
+    def rest(self):
+        self.num_rests += 1
 
     def one(self, prompt, num_output):
         self.prompts.append(prompt)
@@ -40,6 +43,12 @@ class Clock:
 def test_a_decode_counts_the_tokens_behind_the_first():
     found = forward_workload.decode(Clock(), 3)["decode_tokens_per_s"]
     assert found == {"min": pytest.approx(10), "median": pytest.approx(10), "max": pytest.approx(10), "n": 3}
+
+
+def test_an_engine_rests_before_each_round():
+    engine = Clock()
+    forward_workload.batch_16(engine, 3)
+    assert engine.num_rests == 3
 
 
 def test_no_prompt_repeats_but_where_a_cache_is_measured():

@@ -20,10 +20,9 @@ from sagellm.server.http.listener import Listener
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("first", [0, 30])
-def test_no_fault_makes_an_answer_wrong_or_missing(first):
+def test_no_fault_makes_an_answer_wrong_or_missing():
     totals = Totals()
-    failures = list(run_seeds(range(first, first + 30), totals))
+    failures = list(run_seeds(range(30), totals))
     assert not failures, "\n".join(map(str, failures))
     assert totals.num_answered > 150
     assert totals.num_attempts > totals.num_answered, "no fault was felt"
@@ -31,9 +30,9 @@ def test_no_fault_makes_an_answer_wrong_or_missing(first):
 
 
 @pytest.mark.full  # a minute of CPU
-@pytest.mark.parametrize("first", range(60, 500, 55))
+@pytest.mark.parametrize("first", range(30, 500, 47))
 def test_five_hundred_seeds_find_nothing(first):
-    failures = list(run_seeds(range(first, first + 55), Totals()))
+    failures = list(run_seeds(range(first, first + 47), Totals()))
     assert not failures, "\n".join(map(str, failures))
 
 
