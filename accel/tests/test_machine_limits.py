@@ -27,9 +27,12 @@ def limits_of(variant: str) -> NativeLimits:
 def test_every_variant_measures_plausible_rates(variant):
     limits = limits_of(variant)
     assert 1e8 < limits.read_bandwidth(1 << 24, 2) < 1e13
-    assert 1e9 < limits.matrix_rate("bfloat16", 1) < 1e14
-    assert limits.matrix_rate("int8", 1) > 1.2 * limits.matrix_rate("bfloat16", 1)
-    assert 1e9 < limits.matrix_rate("float32", 1) < 1.3 * limits.matrix_rate("bfloat16", 1)
+    # In turns, the best of each: another process may take the core during any of them.
+    turns = [[limits.matrix_rate(kind, 1) for kind in ("float32", "bfloat16", "int8")] for _ in range(5)]
+    float32, bfloat16, int8 = (max(rates) for rates in zip(*turns, strict=True))
+    assert 1e9 < bfloat16 < 1e14
+    assert int8 > 1.2 * bfloat16
+    assert 1e9 < float32 < 2.6 * bfloat16  # twice as fast with AVX-512 on a CPU with AMX
 
 
 def test_what_makes_no_sense_is_not_measured():
