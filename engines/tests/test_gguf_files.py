@@ -377,6 +377,7 @@ NORM = ("output_norm.weight", (256,), 0)
         ((NORM[0], (256,), 99), "is of the type number 99, which is not read"),
         ((NORM[0], (256,), 8), r"of Q8_0 has the shape \[256\]"),
         ((NORM[0], (1 << 41,), 0), "has the shape"),
+        ((NORM[0], (256, 0), 0), r"has the shape \[256, 0\]"),
         ((NORM[0], (1 << 39,), 0), "would end at byte"),
     ],
 )

@@ -210,7 +210,7 @@ def _stored_tensor(path: Path, cursor: _Cursor) -> tuple[str, PlacedTensor]:
             f"{path}: tensor {shown(name)} is of the type {dtype}, which is not read; {', '.join(READ)} are"
         )
     inputs, num_bytes = BLOCKS[dtype]
-    if any(size >= 1 << 40 for size in shape) or prod(shape) >= 1 << 48:
+    if any(not 0 < size < 1 << 40 for size in shape) or prod(shape) >= 1 << 48:
         raise _DamagedError(f"tensor {shown(name)} has the shape {list(shape)}")
     if inputs > 1 and (len(shape) != 2 or shape[-1] % inputs):
         raise _DamagedError(
