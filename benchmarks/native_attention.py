@@ -24,7 +24,7 @@ from common import foreign_cores, output_flags, publish, spread
 
 from sagellm.accel.native.library import VARIANTS, best_or_named
 
-KINDS = {"bf16": (0, 2), "f16": (1, 2), "int8": (2, 1), "f32": (3, 4)}
+KINDS = {"bf16": (0, 2), "f16": (1, 2), "int8": (2, 1), "f32": (3, 4), "fp8": (4, 1)}
 KV_HEADS, DIM = 8, 128
 MOST_LAYER_BYTES = 2 << 30
 STEADY = 1.12  # a cell is measured again if bandwidth before and after differ by more
@@ -54,7 +54,7 @@ class Case:
 
     def kv_bytes(self, kind: str) -> int:
         """Bytes of KV of one layer, with scales."""
-        scales = 4 if kind == "int8" else 0
+        scales = 4 if KINDS[kind][1] == 1 else 0
         return 2 * KV_HEADS * (DIM * KINDS[kind][1] + scales) * self.kv_tokens
 
 
@@ -113,7 +113,7 @@ class Native:
         size, num_heads = self.block_size, case.gqa * KV_HEADS
         shape = Shape(num_heads, KV_HEADS, DIM, DIM**-0.5, 0, 0.0)
         blocks = case.shared // size + case.num_seqs * -(-(case.length - case.shared) // size)
-        head, per_head = size * DIM * item, size * 4 if self.kind == "int8" else 0
+        head, per_head = size * DIM * item, size * 4 if item == 1 else 0
         one_layer = 2 * KV_HEADS * (head + per_head) * blocks
         layers = max(2, min(28, self.budget // one_layer))
         values, block = layers * 2 * KV_HEADS * head, layers * 2 * KV_HEADS * (head + per_head)
@@ -121,7 +121,7 @@ class Native:
         self.fill(memory)
         # Random bits as scales would be denormal now and then, which takes some CPUs a hundred times as long.
         scales = memory.view(blocks, block)[:, values:].view(torch.float32)
-        scales.copy_(torch.rand(scales.shape) * 0.02)
+        scales.copy_(2.0 ** torch.randint(-9, -6, scales.shape))  # those of fp8 are powers of two
         kv = KV(
             number, memory.data_ptr(), size, block, 2 * KV_HEADS * head, KV_HEADS * head, head, DIM * item,
             values, 2 * KV_HEADS * per_head, KV_HEADS * per_head, per_head,
@@ -152,11 +152,14 @@ class Native:
 
     def fill(self, memory: torch.Tensor) -> None:
         """Put random values of the kind everywhere."""
+        noise = torch.randn(1 << 20)
         if self.kind == "int8":
-            noise_bytes = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+            noise_bytes = (noise * 32).clamp(-127, 127).to(torch.int8).view(torch.uint8)
+        elif self.kind == "fp8":
+            noise_bytes = (noise * 64).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
         else:
             dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[self.kind]
-            noise_bytes = torch.randn(1 << 20).to(dtype).view(torch.uint8)
+            noise_bytes = noise.to(dtype).view(torch.uint8)
         for start in range(0, len(memory), len(noise_bytes)):
             part = memory[start : start + len(noise_bytes)]
             part.copy_(noise_bytes[: len(part)])

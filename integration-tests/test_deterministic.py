@@ -46,7 +46,7 @@ def answers(engine: LLMEngine, prompts: list[list[int]]) -> list[Any]:
         {"dtype": "float32"},
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
-        {"dtype": "bfloat16", "quantization": "int4"},
+        {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "fp8"},
     ],
     ids=lambda settings: "-".join(settings.values()),
 )

@@ -26,7 +26,12 @@ struct KernelOf {
 #if defined(__AMX_TILE__)
 template <>
 struct KernelOf<KVKind::bf16> {
-  using type = AmxBf16Kernel;
+  using type = AmxBf16Kernel<KVKind::bf16>;
+};
+
+template <>
+struct KernelOf<KVKind::fp8> {
+  using type = AmxBf16Kernel<KVKind::fp8>;
 };
 
 template <>
@@ -36,7 +41,12 @@ struct KernelOf<KVKind::int8> {
 #elif defined(__AVX512BF16__)
 template <>
 struct KernelOf<KVKind::bf16> {
-  using type = Bf16Kernel;
+  using type = Bf16Kernel<KVKind::bf16>;
+};
+
+template <>
+struct KernelOf<KVKind::fp8> {
+  using type = Bf16Kernel<KVKind::fp8>;
 };
 
 template <>
@@ -53,6 +63,7 @@ int64_t kernel_scratch_bytes(KVKind kind, int64_t head_dim) {
     case KVKind::bf16: return Kernel<KVKind::bf16>::scratch_bytes(head_dim);
     case KVKind::f16: return Kernel<KVKind::f16>::scratch_bytes(head_dim);
     case KVKind::int8: return Kernel<KVKind::int8>::scratch_bytes(head_dim);
+    case KVKind::fp8: return Kernel<KVKind::fp8>::scratch_bytes(head_dim);
     default: return Kernel<KVKind::f32>::scratch_bytes(head_dim);
   }
 }
@@ -305,6 +316,7 @@ void attend(Team& team, const AttentionShape& shape, const KV& kv, int64_t layer
     case KVKind::bf16: return attend_as<KVKind::bf16>(call, team, shared_tokens, scratch);
     case KVKind::f16: return attend_as<KVKind::f16>(call, team, shared_tokens, scratch);
     case KVKind::int8: return attend_as<KVKind::int8>(call, team, shared_tokens, scratch);
+    case KVKind::fp8: return attend_as<KVKind::fp8>(call, team, shared_tokens, scratch);
     case KVKind::f32: return attend_as<KVKind::f32>(call, team, shared_tokens, scratch);
   }
 }

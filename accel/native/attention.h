@@ -7,11 +7,18 @@
 
 namespace sage {
 
-enum class KVKind : int32_t { bf16 = 0, f16 = 1, int8 = 2, f32 = 3 };
+enum class KVKind : int32_t { bf16 = 0, f16 = 1, int8 = 2, f32 = 3, fp8 = 4 };
+
+constexpr int64_t value_bytes(KVKind kind) {
+  return kind == KVKind::f32 ? 4 : kind == KVKind::int8 || kind == KVKind::fp8 ? 1 : 2;
+}
+
+constexpr bool is_scaled(KVKind kind) { return value_bytes(kind) == 1; }
 
 // The KV of all blocks. Strides in bytes: block, layer, keys to values, head, token (values of a token are
-// contiguous). int8 has one float32 scale per token behind the values of its block, at
-// block + scales + layer * layer_scales + kv * kv_scales + head * head_scales + token * 4.
+// contiguous). int8 and fp8 (E4M3) have one float32 scale per token behind the values of its block, at
+// block + scales + layer * layer_scales + kv * kv_scales + head * head_scales + token * 4. Those of fp8 are powers of
+// two, so that a value times its scale is exact in bf16.
 struct KV {
   KVKind kind;
   unsigned char* base;

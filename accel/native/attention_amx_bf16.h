@@ -1,4 +1,4 @@
-// Attention by AMX tiles, in bf16 with float32 sums, over bf16 KV.
+// Attention by AMX tiles, in bf16 with float32 sums, over KV in bf16, or in fp8 that is widened to it.
 //
 // The queries of a KV head lie in tiles of 16. Products come out transposed, token by query, so that the softmax of 16
 // queries is done lane by lane; weights then turn into rows of queries for the product with the values. The few queries of
@@ -11,6 +11,7 @@
 
 namespace sage::attention_detail {
 
+template <KVKind kind>
 class AmxBf16Kernel {
  public:
   static int64_t scratch_bytes(int64_t head_dim) {
@@ -20,7 +21,7 @@ class AmxBf16Kernel {
 
   AmxBf16Kernel(const KV& kv, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
       : kv_(kv), scoring_(scoring), head_dim_(head_dim), padded_(round_up(head_dim, 32)),
-        reads_keys_in_place_(kv.block_size % 16 == 0 && head_dim % 32 == 0) {
+        reads_keys_in_place_(!is_scaled(kind) && kv.block_size % 16 == 0 && head_dim % 32 == 0) {
     const auto take = [&scratch](int64_t bytes) { return std::exchange(scratch, scratch + bytes); };
     queries_ = reinterpret_cast<uint32_t*>(take(kMaxQueries * padded_ * 2));
     keys_ = take(kTileTokens * padded_ * 2);
@@ -138,17 +139,37 @@ class AmxBf16Kernel {
         continue;
       }
       key_[u] = keys_ + u * 16 * key_step_;
-      for (int64_t t = known; t < std::min(tile.end, u * 16 + 16); ++t) copy_key(tile.key[t], keys_ + t * key_step_);
+      for (int64_t t = known; t < std::min(tile.end, u * 16 + 16); ++t) copy_key(tile, t, keys_ + t * key_step_);
     }
   }
 
-  // Copies a key, with zeros behind.
-  void copy_key(const unsigned char* key, unsigned char* to) const {
-    for (int64_t d = 0; d < padded_; d += 32) {
-      const bool whole = d + 32 <= head_dim_;
-      _mm512_storeu_si512(to + d * 2, _mm512_maskz_loadu_epi16(whole ? 0xffffffff : 0xffff, key + d * 2));
-    }
+  // Copies a key in bf16, with zeros behind.
+  void copy_key(const KVTile& tile, int64_t t, unsigned char* to) const {
+    const Row key(tile.key[t], tile.key_scale[t]);
+    int64_t d = 0;
+    for (; d + 32 <= head_dim_; d += 32) _mm512_storeu_si512(to + d * 2, key.load(d));
+    if (d < head_dim_) _mm512_storeu_si512(to + d * 2, key.load_half(d));
   }
+
+  // A token's key or value, whose dimensions from d on come as bf16, 32 of them or 16 and zeros.
+  class Row {
+   public:
+    Row(const unsigned char* values, float scale) : values_(values), widen_(scale) {}
+
+    __m512i load(int64_t d) const {
+      if constexpr (!is_scaled(kind)) return _mm512_loadu_si512(values_ + d * 2);
+      return widen_(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values_ + d)));
+    }
+
+    __m512i load_half(int64_t d) const {
+      if constexpr (!is_scaled(kind)) return _mm512_maskz_loadu_epi16(0xffff, values_ + d * 2);
+      return widen_(_mm256_maskz_loadu_epi8(0xffff, values_ + d));
+    }
+
+   private:
+    const unsigned char* values_;
+    Widening widen_;
+  };
 
   // Packs values as (pair of tokens, dimension, 2), dimensions in the order in which interleaving leaves them.
   void pack_values(const KVTile& tile) {
@@ -164,21 +185,21 @@ class AmxBf16Kernel {
     }
     for (; pair < 16; ++pair) {
       ahead_->rows(rows_ahead);
-      const unsigned char* const* token = tile.value + half * 32 + pair * 2;
-      interleave_pair(token[0], token[1], to + pair * head_dim_);
+      const int64_t t = half * 32 + pair * 2;
+      const Row even(tile.value[t], tile.value_scale[t]), odd(tile.value[t + 1], tile.value_scale[t + 1]);
+      interleave_pair(even, odd, to + pair * head_dim_);
     }
   }
 
-  void interleave_pair(const unsigned char* even, const unsigned char* odd, uint32_t* to) const {
+  void interleave_pair(const Row& even, const Row& odd, uint32_t* to) const {
     int64_t d = 0;
     for (; d + 32 <= head_dim_; d += 32) {
-      const __m512i a = _mm512_loadu_si512(even + d * 2), b = _mm512_loadu_si512(odd + d * 2);
+      const __m512i a = even.load(d), b = odd.load(d);
       _mm512_storeu_si512(to + d, _mm512_unpacklo_epi16(a, b));
       _mm512_storeu_si512(to + d + 16, _mm512_unpackhi_epi16(a, b));
     }
     if (d == head_dim_) return;
-    const auto load_half = [d](const unsigned char* token) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(token + d * 2)); };
-    const __m256i a = load_half(even), b = load_half(odd);
+    const __m256i a = _mm512_castsi512_si256(even.load_half(d)), b = _mm512_castsi512_si256(odd.load_half(d));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d), _mm256_unpacklo_epi16(a, b));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d + 8), _mm256_unpackhi_epi16(a, b));
   }

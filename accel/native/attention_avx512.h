@@ -70,6 +70,26 @@ class TileSoftmax {
   static constexpr float kSlack = 8.0f;
 };
 
+// 32 values of E4M3 times a power of two, in bf16: exact. What is less than E4M3's 2^-6 becomes 0.
+class Widening {
+ public:
+  // A scale that is NaN makes NaN of E4M3's.
+  explicit Widening(float scale) {
+    uint32_t bits;
+    std::memcpy(&bits, &scale, sizeof bits);
+    exponent_ = _mm512_set1_epi16(static_cast<int16_t>(std::min(bits >> 16, 247u << 7) - (7u << 7)));
+  }
+
+  __m512i operator()(__m256i x) const {
+    const __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(x), 4);
+    const __mmask32 is_normal = _mm512_test_epi16_mask(bits, _mm512_set1_epi16(0x0780));
+    return _mm512_maskz_add_epi16(is_normal, _mm512_and_si512(bits, _mm512_set1_epi16(static_cast<int16_t>(0x87f0))), exponent_);
+  }
+
+ private:
+  __m512i exponent_;  // where bf16 has it
+};
+
 // Transposes 16 by 16 integers.
 inline void transpose(__m512i (&x)[16]) {
   __m512i y[16];

@@ -1,4 +1,4 @@
-// Attention by AVX-512's products of bf16 pairs, with float32 sums, over bf16 KV.
+// Attention by AVX-512's products of bf16 pairs, with float32 sums, over KV in bf16, or in fp8 that is widened to it.
 #pragma once
 #include "attention_avx512.h"
 #include "attention_heads.h"
@@ -16,11 +16,12 @@ inline void interleave(__m512i a, __m512i b, __m512i (&to)[2]) {
 
 // Few queries are multiplied with keys and values where these lie; for more, keys are transposed, values interleaved, and
 // what comes out is in one vector for 16 tokens. Sums are taken in the same order.
+template <KVKind kind>
 class Bf16Kernel : TileSoftmax {
  public:
   static int64_t scratch_bytes(int64_t head_dim) {
     const int64_t padded = round_up(head_dim, 32);
-    return kMaxQueries * (padded * 2 + kTileTokens * 4) + 3 * kTileTokens * padded * 2;
+    return kMaxQueries * (padded * 2 + kTileTokens * 4) + (is_scaled(kind) ? 4 : 3) * kTileTokens * padded * 2;
   }
 
   Bf16Kernel(const KV& kv, const Scoring& scoring, int64_t head_dim, unsigned char* scratch)
@@ -31,6 +32,7 @@ class Bf16Kernel : TileSoftmax {
     keys_ = reinterpret_cast<uint32_t*>(take(kTileTokens * padded_ * 2));
     values_ = reinterpret_cast<uint32_t*>(take(kTileTokens * padded_ * 2));
     copies_ = take(kTileTokens * padded_ * 2);
+    if (is_scaled(kind)) wide_ = take(kTileTokens * padded_ * 2);
   }
 
   // Rounds the queries to bf16.
@@ -51,10 +53,11 @@ class Bf16Kernel : TileSoftmax {
 
   // Brings a tile into the softmax of all heads' queries.
   void add_tile(const Queries& queries, KVTile& tile, const KVTile* following) {
-    Pieces pieces(kv_, head_dim_ * 2, queries, tile, following, copies_);
+    Pieces pieces(kv_, head_dim_ * value_bytes(kind), queries, tile, following, copies_);
     if (queries.count <= kFewQueries) return add_to_few(queries, tile, pieces);
     for (int64_t head = 0; head < queries.num_heads; ++head) {
-      pieces.for_keys_of(head, [&](const Piece& piece) {
+      pieces.for_keys_of(head, [&](const Piece& stored) {
+        const Piece piece = in_bf16(stored, tile, queries.first_head + head, false);
         for (int64_t t = piece.begin; t < piece.end; t += 16) {
           transpose_keys(piece, t);
           for_few<4>(queries.count, [&](auto rows, int64_t i) {
@@ -64,7 +67,9 @@ class Bf16Kernel : TileSoftmax {
         }
       });
       weigh(queries, head, tile);
-      pieces.for_values_of(head, [&](const Piece& piece) { interleave_values(piece); });
+      pieces.for_values_of(head, [&](const Piece& stored) {
+        interleave_values(in_bf16(stored, tile, queries.first_head + head, true));
+      });
       for_few<4>(queries.count, [&](auto rows, int64_t i) {
         const Seen<rows> seen(queries, i, tile, 0, kTileTokens);
         if (seen.any()) accumulate<rows, false>(queries, head * queries.stride + i, seen.from, seen.to, Piece{});
@@ -76,14 +81,16 @@ class Bf16Kernel : TileSoftmax {
   static constexpr int64_t kFewQueries = 8;
 
   void add_to_few(const Queries& queries, const KVTile& tile, Pieces& pieces) {
-    pieces.for_keys([&](int64_t head, const Piece& piece) {
+    pieces.for_keys([&](int64_t head, const Piece& stored) {
+      const Piece piece = in_bf16(stored, tile, queries.first_head + head, false);
       for_few<4>(queries.count, [&](auto rows, int64_t i) {
         const Seen<rows> seen(queries, i, tile, piece.begin, piece.end);
         score<rows>(head * queries.stride + i, piece, seen.from, seen.to, i == 0 ? piece.ahead : piece.rows);
       });
     });
     for (int64_t head = 0; head < queries.num_heads; ++head) weigh(queries, head, tile);
-    pieces.for_values([&](int64_t head, const Piece& piece) {
+    pieces.for_values([&](int64_t head, const Piece& stored) {
+      const Piece piece = in_bf16(stored, tile, queries.first_head + head, true);
       for_few<4>(queries.count, [&](auto rows, int64_t i) {
         const Seen<rows> seen(queries, i, tile, piece.begin, piece.end);
         if (!seen.any()) return;
@@ -91,6 +98,27 @@ class Bf16Kernel : TileSoftmax {
         accumulate<rows, true>(queries, head * queries.stride + i, seen.from, seen.to, i == 0 ? piece : again);
       });
     });
+  }
+
+  // A piece of a head's keys or values as rows of bf16.
+  Piece in_bf16(const Piece& piece, const KVTile& tile, int64_t head, bool is_value) const {
+    if constexpr (!is_scaled(kind)) return piece;
+    const unsigned char *from = piece.rows, *ahead = piece.ahead;
+    unsigned char* to = wide_;
+    for (int64_t t = piece.begin; t < piece.end; ++t) {
+      const Widening widen(t >= tile.begin && t < tile.end ? *tile.scales_of(kv_, t, head, is_value) : 0.0f);
+      for (int64_t d = 0; d < head_dim_; d += 64) prefetch_far(ahead + d);
+      int64_t d = 0;
+      for (; d + 32 <= head_dim_; d += 32) {
+        _mm512_storeu_si512(to + d * 2, widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + d))));
+      }
+      // This goes beyond the row: the next is written after it.
+      if (d < head_dim_) _mm512_storeu_si512(to + d * 2, widen(_mm256_maskz_loadu_epi8(0xffff, from + d)));
+      from += head_dim_;
+      ahead += head_dim_;
+      to += head_dim_ * 2;
+    }
+    return {piece.begin, piece.end, wide_, wide_};
   }
 
   // The intrinsic makes g++ 12 spill its sums.
@@ -318,7 +346,7 @@ class Bf16Kernel : TileSoftmax {
   unsigned char* queries_;
   float* scores_;
   uint32_t *keys_, *values_;
-  unsigned char* copies_;
+  unsigned char *copies_, *wide_ = nullptr;
 };
 
 }  // namespace sage::attention_detail

@@ -26,7 +26,7 @@ class FloatKernel {
     const bool widens = kind != KVKind::f32 && queries.count >= kWorthWidening;
     Pieces pieces(kv_, row_bytes(), queries, tile, following, copies_);
     pieces.for_keys([&](int64_t head, const Piece& piece) {
-      if (kind == KVKind::int8) tile.ask_scales(kv_, queries.first_head + head, piece.begin, piece.end);
+      if (is_scaled(kind)) tile.ask_scales(kv_, queries.first_head + head, piece.begin, piece.end);
       if (widens) widen(piece);
       for_few<kRows>(queries.count, [&](auto rows, int64_t i) {
         const Seen<rows> seen(queries, i, tile, piece.begin, piece.end);
@@ -41,7 +41,7 @@ class FloatKernel {
       });
     });
     for (int64_t head = 0; head < queries.num_heads; ++head) {
-      if (kind == KVKind::int8) tile.select_scales(kv_, queries.first_head + head);
+      if (is_scaled(kind)) tile.select_scales(kv_, queries.first_head + head);
       for_few<kRows>(queries.count, [&](auto rows, int64_t i) { weigh<rows>(queries, head, i, tile); });
     }
     pieces.for_values([&](int64_t head, const Piece& piece) {
@@ -65,7 +65,7 @@ class FloatKernel {
   static constexpr int64_t kWorthWidening = 8;  // queries; for fewer, values are widened where they are used
   static constexpr int64_t kRows = kLanes == 16 ? 4 : 2;  // queries that share each value loaded: as registers allow
   static constexpr int64_t kTokens = 4;
-  static constexpr int64_t kElementBytes = kind == KVKind::f32 ? 4 : kind == KVKind::int8 ? 1 : 2;
+  static constexpr int64_t kElementBytes = value_bytes(kind);
 
   int64_t row_bytes() const { return head_dim_ * kElementBytes; }
 
@@ -94,7 +94,7 @@ class FloatKernel {
     const Softmax& softmax = queries.softmax;
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t q = head * queries.stride + i + r;
-      softmax_row(scoring_, scores_ + q * kTileTokens, seen.low[r], seen.high[r], kind == KVKind::int8 ? &tile : nullptr,
+      softmax_row(scoring_, scores_ + q * kTileTokens, seen.low[r], seen.high[r], is_scaled(kind) ? &tile : nullptr,
                   softmax.m[q], softmax.l[q], softmax.acc + q * head_dim_, head_dim_);
     }
   }

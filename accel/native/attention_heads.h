@@ -59,6 +59,7 @@ class Pieces {
     Place ahead = place(number + lead_);
     for (int64_t t = first_; t < tile_.end; t += size_) {
       for (int64_t head = 0; head < queries_.num_heads; ++head) {
+        if (kv_.kind == KVKind::fp8) ask_scales(ahead);
         body(head, Piece{t, t + size_, rows(t, head, number >= num_keys_), address(ahead)});
         advance(ahead);
       }
@@ -106,6 +107,12 @@ class Pieces {
     } else {
       at = {&tile_, first_, 0, true};
     }
+  }
+
+  // Those of int8 are not needed before all keys are read: its kernels ask for them.
+  void ask_scales(const Place& at) const {
+    if (at.tile == nullptr || at.token >= at.tile->end) return;
+    prefetch_far(at.tile->scales_of(kv_, at.token < at.tile->begin ? at.tile->begin : at.token, queries_.first_head + at.head, at.is_value));
   }
 
   const unsigned char* address(const Place& at) const {

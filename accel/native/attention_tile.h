@@ -29,8 +29,10 @@ inline Vec load_as_float(const unsigned char* row, int64_t element) {
     return load_bf16(row + element * 2);
   } else if constexpr (kind == KVKind::f16) {
     return load_f16(row + element * 2);
-  } else {
+  } else if constexpr (kind == KVKind::int8) {
     return load_int8(row + element);
+  } else {
+    return load_fp8(row + element);
   }
 }
 
@@ -40,7 +42,7 @@ inline Vec load_as_float(const unsigned char* row, int64_t element) {
 class Prefetch {
  public:
   Prefetch(const KV& kv, int64_t head_dim)
-      : row_bytes_(head_dim * (kv.kind == KVKind::f32 ? 4 : kv.kind == KVKind::int8 ? 1 : 2)),
+      : row_bytes_(head_dim * value_bytes(kv.kind)),
         // Tokens of a block that lie side by side.
         run_(kv.token == row_bytes_ ? kv.block_size : 1) {}
 
@@ -100,7 +102,7 @@ struct KVTile {
   int64_t begin, end;
   const unsigned char* key[kTileTokens];
   const unsigned char* value[kTileTokens];
-  alignas(64) float key_scale[kTileTokens];  // int8 only
+  alignas(64) float key_scale[kTileTokens];  // of KV in 8 bits
   alignas(64) float value_scale[kTileTokens];
   // The same of the first head of the model.
   const unsigned char* key_of_head_0[kTileTokens];
@@ -110,6 +112,7 @@ struct KVTile {
   void select_head(const KV& kv, int64_t head);
   void select_tokens(const KV& kv, int64_t head, int64_t from, int64_t to);
   void select_scales(const KV& kv, int64_t head);
+  const float* scales_of(const KV& kv, int64_t token, int64_t head, bool is_value) const;
   void ask_scales(const KV& kv, int64_t head, int64_t from, int64_t to) const;
 };
 
@@ -138,7 +141,7 @@ inline void KVTile::locate(const KV& kv, int64_t layer, const int32_t* blocks, i
 
 inline void KVTile::select_head(const KV& kv, int64_t head) {
   select_tokens(kv, head, begin, end);
-  if (kv.kind == KVKind::int8) select_scales(kv, head);
+  if (is_scaled(kv.kind)) select_scales(kv, head);
 }
 
 // Those of tokens [from, to) alone.
@@ -153,10 +156,14 @@ inline void KVTile::select_tokens(const KV& kv, int64_t head, int64_t from, int6
 // Scales lie elsewhere than values, in pieces too short for the processor to see where they go on.
 inline void KVTile::ask_scales(const KV& kv, int64_t head, int64_t from, int64_t to) const {
   for (int64_t t = std::max(from, begin); t < std::min(to, end); t += 16) {
-    const float* keys = scale_of_head_0[t] + head * (kv.head_scales / 4);
-    prefetch_far(keys);
-    prefetch_far(keys + kv.kv_scales / 4);
+    prefetch_far(scales_of(kv, t, head, false));
+    prefetch_far(scales_of(kv, t, head, true));
   }
+}
+
+// The scale of a token's key or value, before those of the tokens that follow in its block.
+inline const float* KVTile::scales_of(const KV& kv, int64_t token, int64_t head, bool is_value) const {
+  return scale_of_head_0[token] + head * (kv.head_scales / 4) + (is_value ? kv.kv_scales / 4 : 0);
 }
 
 inline void KVTile::select_scales(const KV& kv, int64_t head) {
@@ -223,6 +230,8 @@ inline void for_heads(const KV& kv, int64_t head_dim, const Queries& queries, KV
     add(ahead, tile, head * kv.head + kv.kv);
     if (head < last) add(ahead, tile, (head + 1) * kv.head);
     if (head == last && following != nullptr) add(ahead, *following, first * kv.head);
+    const KVTile* next = head < last ? &tile : following;
+    if (is_scaled(kv.kind) && next != nullptr) next->ask_scales(kv, head < last ? head + 1 : first, next->begin, next->end);
     body(head - first, ahead);
   }
 }
@@ -239,7 +248,7 @@ struct Scoring {
 };
 
 // One query and one tile: raw products in `row` become 2^(x - m), 0 where unseen; the accumulator is brought to the new
-// maximum. int8: products times key_scale, and what comes out times value_scale. Tokens [low, high) are seen.
+// maximum. In 8 bits: products times key_scale, and what comes out times value_scale. Tokens [low, high) are seen.
 inline void softmax_row(const Scoring& score, float* row, int64_t low, int64_t high, const KVTile* scales, float& m, float& l,
                         float* acc, int64_t head_dim) {
   const Vec from = all(static_cast<float>(low) - 0.5f), to = all(static_cast<float>(high) - 0.5f);

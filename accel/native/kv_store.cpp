@@ -1,6 +1,7 @@
 // Writes keys and values into their blocks.
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "attention.h"
@@ -16,11 +17,16 @@ uint16_t as_bf16(float x) {
   return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);  // to nearest even
 }
 
-// The scale makes the largest magnitude 127; a NaN in the row becomes the scale and so is not lost.
-void store_int8(const float* x, int64_t head_dim, unsigned char* to, unsigned char* scale_to) {
+// The bits of the largest magnitude of a row. Those of NaN are larger than all others.
+int32_t largest(const float* x, int64_t head_dim) {
   IntVec most = zero_ints();
   for (int64_t d = 0; d < head_dim; d += kLanes) most = max(most, magnitude_bits(load(x + d)));
-  const int32_t bits = maximum(most);
+  return maximum(most);
+}
+
+// The scale makes the largest magnitude 127; a NaN in the row becomes the scale and so is not lost.
+void store_int8(const float* x, int64_t head_dim, unsigned char* to, unsigned char* scale_to) {
+  const int32_t bits = largest(x, head_dim);
   float magnitude;
   std::memcpy(&magnitude, &bits, sizeof magnitude);
   const float scale = magnitude / 127.0f;
@@ -30,6 +36,31 @@ void store_int8(const float* x, int64_t head_dim, unsigned char* to, unsigned ch
     const Vec units = clamp(mul(load(x + d), per_unit), -127.0f, 127.0f);
     store_bytes(reinterpret_cast<int8_t*>(to) + d, to_int(units));
   }
+  std::memcpy(scale_to, &scale, sizeof scale);
+}
+
+// The nearest E4M3 number, at ties that with an even mantissa, of a magnitude of at most 448. What is less than 2^-6, the
+// least with all bits of its mantissa, becomes that or 0: processors that multiply bf16 take what is less for 0 anyway.
+unsigned char as_e4m3(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t size = bits & 0x7fffffffu, rounded = (size + 0x7ffffu + (size >> 20 & 1u)) >> 20;
+  const uint32_t small = size > 0x3c000000u ? 8u : 0u;  // 2^-7
+  return static_cast<unsigned char>((bits >> 24 & 0x80u) | (size < 0x3c800000u ? small : rounded - (120u << 3)));
+}
+
+// The scale is the power of two that brings the largest magnitude above 224 and to at most 448. NaN and infinity in a row
+// make all of it NaN.
+void store_fp8(const float* x, int64_t head_dim, unsigned char* to, unsigned char* scale_to) {
+  const int32_t bits = largest(x, head_dim);
+  const bool is_finite = bits < 0x7f800000;
+  // Its exponent: one more where the mantissa is above that of 448. At least 2^-113, so that values in bf16 are not denormal.
+  const int32_t exponent = std::max((bits + 0x1fffff) >> 23, 22) - 8;
+  const uint32_t scale = is_finite ? static_cast<uint32_t>(exponent) << 23 : 0x7fc00000u;
+  const uint32_t inverse = static_cast<uint32_t>(254 - exponent) << 23;
+  float per_unit;
+  std::memcpy(&per_unit, &inverse, sizeof per_unit);
+  for (int64_t d = 0; d < head_dim; ++d) to[d] = is_finite ? as_e4m3(x[d] * per_unit) : 0x7f;
   std::memcpy(scale_to, &scale, sizeof scale);
 }
 
@@ -44,8 +75,10 @@ void store_row(KVKind kind, const float* x, int64_t head_dim, unsigned char* to,
       const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(x + d), _MM_FROUND_TO_NEAREST_INT);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to + d * 2), halves);
     }
-  } else {
+  } else if (kind == KVKind::int8) {
     store_int8(x, head_dim, to, scale_to);
+  } else {
+    store_fp8(x, head_dim, to, scale_to);
   }
 }
 

@@ -88,6 +88,11 @@ inline Vec load_bf16(const void* x) {
 }
 inline Vec load_f16(const void* x) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(x))); }
 inline Vec load_int8(const void* x) { return to_float(load_bytes(x)); }
+// E4M3, but for NaN: the bits of sign, exponent and mantissa, and what float32 adds to the exponent.
+inline Vec load_fp8(const void* x) {
+  const __m512i bits = _mm512_and_si512(_mm512_slli_epi32(load_bytes(x), 20), _mm512_set1_epi32(static_cast<int>(0x87f00000u)));
+  return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
+}
 
 using Mask = __mmask16;
 inline Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
@@ -215,6 +220,10 @@ inline Vec load_bf16(const void* x) {
 }
 inline Vec load_f16(const void* x) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(x))); }
 inline Vec load_int8(const void* x) { return to_float(load_bytes(x)); }
+inline Vec load_fp8(const void* x) {
+  const __m256i bits = _mm256_and_si256(_mm256_slli_epi32(load_bytes(x), 20), _mm256_set1_epi32(static_cast<int>(0x87f00000u)));
+  return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
+}
 
 using Mask = __m256;
 inline Mask less(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }

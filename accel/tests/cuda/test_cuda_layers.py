@@ -98,7 +98,10 @@ def test_queries_are_rotated_and_keys_and_values_stored(num_heads, num_kv_heads,
     stored = kv.bytes[:, : layout.scales_offset_bytes].view(kv.values.dtype).view(*shape, head_dim).double()
     if scale_bytes:
         end = layout.scales_offset_bytes + 4 * 3 * 2 * num_kv_heads * block_size
-        stored *= kv.bytes[:, layout.scales_offset_bytes : end].view(torch.float32).view(*shape, 1)
+        scales = kv.bytes[:, layout.scales_offset_bytes : end].view(torch.float32).view(*shape, 1)
+        stored *= scales
+        if dtype == "float8_e4m3fn":
+            assert (scales[scales > 0].frexp().mantissa == 0.5).all(), "powers of two, as others read them"
     found = torch.stack([stored[slot // block_size, layer, :, :, slot % block_size] for slot in (30, 11)])
     off = (found - expected[:2]).abs()
     largest = expected[:2].abs().amax(-1, keepdim=True)

@@ -214,7 +214,7 @@ def _rotate(x: Doubles, rope: RopeSpec) -> Doubles:
 
 def layout_of(spec: ModelSpec, dtype: str) -> KVLayout:
     (group,) = spec.kv_groups(dtype)
-    scale_bytes = 4 * BLOCK_SIZE if dtype == "int8" else 0
+    scale_bytes = 4 * BLOCK_SIZE if dtype in ("int8", "float8_e4m3fn") else 0
     return KVLayout(group=replace(group, scale_bytes_per_head=scale_bytes), block_size=BLOCK_SIZE)
 
 

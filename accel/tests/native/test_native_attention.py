@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from sagellm.accel.native.library import NativeLibrary
 
-KINDS = ("bfloat16", "float16", "int8", "float32")
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "int8": 1, "float32": 4}
+KINDS = ("bfloat16", "float16", "int8", "float32", "float8_e4m3fn")
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "int8": 1, "float32": 4, "float8_e4m3fn": 1}
+SCALED = ("int8", "float8_e4m3fn")
 
 Floats = NDArray[np.float32]
 
@@ -98,7 +100,7 @@ class Paged:
         item = ITEM_BYTES[case.kind]
         head = case.block_size * case.head_dim * item
         values = 2 * 2 * case.num_kv_heads * head
-        scales = 2 * 2 * case.num_kv_heads * case.block_size * 4 if case.kind == "int8" else 0
+        scales = 2 * 2 * case.num_kv_heads * case.block_size * 4 if case.kind in SCALED else 0
         block = -(-(values + scales) // 64) * 64
         self.memory = aligned(num_blocks * block, fill)
         per_head = case.block_size * 4
@@ -142,7 +144,7 @@ class Paged:
             start = int(block) * kv.block + kv.layer + which * kv.kv
             raw = self.memory[start : start + kv.kv]
             rows = as_floats(raw, case.kind).reshape(case.num_kv_heads, case.block_size, case.head_dim)
-            if case.kind == "int8":
+            if case.kind in SCALED:
                 start = int(block) * kv.block + kv.scales + kv.layer_scales + which * kv.kv_scales
                 scales = self.memory[start : start + kv.kv_scales].view(np.float32)
                 rows = rows * scales.reshape(case.num_kv_heads, case.block_size, 1)
@@ -227,6 +229,8 @@ def as_floats(raw: NDArray[np.uint8], kind: str) -> Floats:
     """Widen stored values."""
     if kind == "bfloat16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if kind == "float8_e4m3fn":
+        return torch.from_numpy(raw).view(torch.float8_e4m3fn).float().numpy()
     return raw.view({"float16": np.float16, "int8": np.int8, "float32": np.float32}[kind]).astype(np.float32)
 
 
@@ -267,8 +271,7 @@ SPLIT_ERROR = 3e-4
 def tolerance(variant: str, kind: str) -> float:
     """Relative error of the worst row that the arithmetic of a kernel explains."""
     errors = {
-        ("avx512", "bfloat16"): ROUNDED_ERROR,
-        ("amx", "bfloat16"): ROUNDED_ERROR,
+        **dict.fromkeys(itertools.product(("avx512", "amx"), ("bfloat16", "float8_e4m3fn")), ROUNDED_ERROR),
         ("avx512", "int8"): SPLIT_ERROR,
         ("amx", "int8"): SPLIT_ERROR,
     }
@@ -555,8 +558,11 @@ def test_outliers_in_a_query_and_in_values_leave_the_rest_exact(
     assert found < 10 * tolerance(variant, "int8")
 
 
-def test_tokens_of_tiny_weight_count_as_much_as_in_sum_they_weigh(lib: ctypes.CDLL, variant: str) -> None:
-    case = Case(kind="int8", num_heads=1, num_kv_heads=1, head_dim=64)
+@pytest.mark.parametrize("kind", SCALED)
+def test_tokens_of_tiny_weight_count_as_much_as_in_sum_they_weigh(
+    lib: ctypes.CDLL, variant: str, kind: str
+) -> None:
+    case = Case(kind=kind, num_heads=1, num_kv_heads=1, head_dim=64)
     paged = Paged(lib, case, 300)
     length = 4096
     blocks = np.array([paged.free.pop() for _ in range(length // 16)], dtype=np.int32)
@@ -573,16 +579,18 @@ def test_tokens_of_tiny_weight_count_as_much_as_in_sum_they_weigh(lib: ctypes.CD
     parts = [(sequence, 1, length)]
     out = paged.attend(parts, query)
     assert out[0, 0, 0] == pytest.approx(0.5, abs=1e-2)
-    assert error(out, paged.reference(parts, query)) < tolerance(variant, "int8")
+    assert error(out, paged.reference(parts, query)) < tolerance(variant, kind)
 
 
-def test_a_value_that_is_not_a_number_is_not_lost(lib: ctypes.CDLL) -> None:
-    paged = Paged(lib, Case(kind="int8"), 8)
+@pytest.mark.parametrize("lost", [np.nan, np.inf])
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_value_that_is_not_a_number_is_not_lost(lib: ctypes.CDLL, kind: str, lost: float) -> None:
+    paged = Paged(lib, Case(kind=kind), 8)
     sequence, other = paged.add(40), paged.add(40)
-    token = np.full((1, 2, 64), np.nan, dtype=np.float32)
+    token = np.full((1, 2, 64), lost, dtype=np.float32)
     paged.store(np.array([int(sequence.blocks[1]) * 16 + 3]), np.zeros_like(token), token)
     out = paged.attend([(sequence, 1, 40), (other, 1, 40)], paged.queries(2))
-    assert np.isnan(out[0]).all()
+    assert not np.isfinite(out[0]).any()
     assert np.isfinite(out[1]).all()
 
 
@@ -597,10 +605,34 @@ def test_stored_values_are_rounded_to_nearest(lib: ctypes.CDLL, kind: str) -> No
     expected = {
         "bfloat16": [1.0, 1 + 2**-6, -1.0, 1 + 2**-7, *exact[4:]],
         "int8": np.rint(exact),
+        "float8_e4m3fn": torch.from_numpy(exact).to(torch.float8_e4m3fn).float().numpy(),
         "float16": exact,
         "float32": exact,
     }[kind]
     assert np.array_equal(stored, np.asarray(expected, dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    ("largest", "scale"),
+    [(448.0, 1.0), (449.0, 2.0), (2.0**-30, 2.0**-38), (2.0**127, 2.0**119), (2.0**-140, 2.0**-113)],
+)
+def test_fp8_has_a_power_of_two_as_its_scale(lib: ctypes.CDLL, largest: float, scale: float) -> None:
+    paged = Paged(lib, Case(kind="float8_e4m3fn", num_kv_heads=1, num_heads=1, head_dim=16), 1)
+    lib_call(paged, np.array([largest, 0, -largest, largest / 3] * 4, dtype=np.float32))
+    start = paged.kv.scales + paged.kv.layer_scales
+    assert paged.memory[start : start + 4].view(np.float32)[0] == scale
+    expected = torch.tensor([largest / scale, 0, -largest / scale, largest / 3 / scale] * 4)
+    stored = paged.stored(np.array([0], dtype=np.int32), 1, 0)[0, 0]
+    assert np.array_equal(stored, expected.to(torch.float8_e4m3fn).double().numpy() * scale)
+
+
+def test_fp8_has_no_denormal_numbers(lib: ctypes.CDLL) -> None:
+    paged = Paged(lib, Case(kind="float8_e4m3fn", num_kv_heads=1, num_heads=1, head_dim=16), 1)
+    lib_call(
+        paged, np.array([448, 2**-6, 2**-7, 1.5 * 2**-7, -(2**-7), -(2**-8), -(2**-6.5), 0] * 2, np.float32)
+    )
+    stored = paged.stored(np.array([0], dtype=np.int32), 1, 0)[0, 0]
+    assert stored[:8].tolist() == [448, 2**-6, 0, 2**-6, 0, 0, -(2**-6), 0]
 
 
 def lib_call(paged: Paged, key: Floats) -> None:
@@ -608,8 +640,9 @@ def lib_call(paged: Paged, key: Floats) -> None:
     paged.store(np.zeros(1, dtype=np.int64), key[None, None], np.zeros_like(key)[None, None])
 
 
-def test_a_token_of_zeros_is_stored_in_8_bits(lib: ctypes.CDLL) -> None:
-    paged = Paged(lib, Case(kind="int8", num_kv_heads=1, num_heads=1, head_dim=16), 1)
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_token_of_zeros_is_stored_in_8_bits(lib: ctypes.CDLL, kind: str) -> None:
+    paged = Paged(lib, Case(kind=kind, num_kv_heads=1, num_heads=1, head_dim=16), 1)
     lib_call(paged, np.zeros(16, dtype=np.float32))
     assert np.array_equal(paged.stored(np.array([0], dtype=np.int32), 1, 0), np.zeros((1, 1, 16)))
 

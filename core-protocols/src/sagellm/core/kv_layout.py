@@ -16,7 +16,8 @@ class KVGroup:
 
     A block belongs to one group. Models whose layers are all alike have one group; the
     index is part of keys and tables so that models that mix spans fit. `window` is the number of last
-    tokens of a sequence whose KV its layers read; None: all of them.
+    tokens of a sequence whose KV its layers read; None: all of them. Scales are float32, one for each token;
+    those of float8_e4m3fn are powers of two.
     """
 
     index: int = 0

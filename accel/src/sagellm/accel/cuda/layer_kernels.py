@@ -45,13 +45,21 @@ def store_head(
     is_stored: tl.tensor,
     SCALED_MAX: tl.constexpr,  # largest stored value; 0: stored as it is
 ) -> tl.tensor:
-    """Write a key or a value of one head, scaled to fill its number format if that has 8 bits."""
+    """Write a key or a value of one head, scaled to fill its number format if that has 8 bits.
+
+    Scales of E4M3 are powers of two, which bring the largest value to more than 224 and at most 448.
+    """
     stored = values
     if SCALED_MAX:
-        scale = tl.maximum(tl.max(tl.abs(values), 0), 1e-20) / SCALED_MAX
-        stored = values / scale
+        largest = tl.maximum(tl.max(tl.abs(values), 0), 1e-20)
         if SCALED_MAX == INT8_MAX:
-            stored = tl.floor(stored + 0.5)
+            scale = largest / SCALED_MAX
+            stored = tl.floor(values / scale + 0.5)
+        else:
+            # The exponent, one more where the mantissa is above that of 448
+            exponent = (largest.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000
+            scale = exponent.to(tl.float32, bitcast=True) / 256
+            stored = values / scale
         tl.store(scale_place, scale, mask=is_stored)
     tl.store(place, stored.to(place.dtype.element_ty), mask=mask & is_stored)
 

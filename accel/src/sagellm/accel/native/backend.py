@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_KV_KINDS = {"bfloat16": 0, "float16": 1, "int8": 2, "float32": 3}
+_KV_KINDS = {"bfloat16": 0, "float16": 1, "int8": 2, "float32": 3, "float8_e4m3fn": 4}
 _HEAD_MULTIPLE, _MAX_HEAD_DIM = 16, 256
 
 
