@@ -156,7 +156,8 @@ class Native:
         if self.kind == "int8":
             noise_bytes = (noise * 32).clamp(-127, 127).to(torch.int8).view(torch.uint8)
         elif self.kind == "fp8":
-            noise_bytes = (noise * 64).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+            noise *= 64 * (noise.abs() > 2**-12)  # no denormals, which are never stored
+            noise_bytes = noise.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
         else:
             dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[self.kind]
             noise_bytes = noise.to(dtype).view(torch.uint8)

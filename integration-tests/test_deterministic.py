@@ -46,7 +46,8 @@ def answers(engine: LLMEngine, prompts: list[list[int]]) -> list[Any]:
         {"dtype": "float32"},
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
-        {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "fp8"},
+        {"dtype": "bfloat16", "quantization": "int4"},
+        pytest.param({"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, marks=pytest.mark.full),
     ],
     ids=lambda settings: "-".join(settings.values()),
 )

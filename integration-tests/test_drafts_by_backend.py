@@ -37,12 +37,8 @@ BACKENDS = {
     "native, float32": {"forward_backend": "native", "dtype": "float32"},
     "native, bfloat16": {"forward_backend": "native", "dtype": "bfloat16"},
     "native, int8 KV": {"forward_backend": "native", "dtype": "bfloat16", "kv_cache_dtype": "int8"},
-    "native, int4, fp8 KV": {
-        "forward_backend": "native",
-        "dtype": "bfloat16",
-        "quantization": "int4",
-        "kv_cache_dtype": "fp8",
-    },
+    "native, fp8 KV": {"forward_backend": "native", "dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+    "native, int4": {"forward_backend": "native", "dtype": "bfloat16", "quantization": "int4"},
     "torch, float32": {"forward_backend": "torch", "dtype": "float32"},
 }
 

@@ -70,14 +70,14 @@ class TileSoftmax {
   static constexpr float kSlack = 8.0f;
 };
 
-// 32 values of E4M3 times a power of two, in bf16: exact. What is less than E4M3's 2^-6 becomes 0.
+// 32 values of E4M3 times a power of two, in bf16: exact. Denormals become 0.
 class Widening {
  public:
-  // A scale that is NaN makes NaN of E4M3's.
+  // With a NaN scale, E4M3's NaN stays NaN; with any other it reads as 480 times the scale.
   explicit Widening(float scale) {
     uint32_t bits;
     std::memcpy(&bits, &scale, sizeof bits);
-    exponent_ = _mm512_set1_epi16(static_cast<int16_t>(std::min(bits >> 16, 247u << 7) - (7u << 7)));
+    exponent_ = _mm512_set1_epi16(static_cast<int16_t>(std::min(bits >> 16 & 0x7f80u, 247u << 7) - (7u << 7)));
   }
 
   __m512i operator()(__m256i x) const {

@@ -26,7 +26,7 @@ class FloatKernel {
     const bool widens = kind != KVKind::f32 && queries.count >= kWorthWidening;
     Pieces pieces(kv_, row_bytes(), queries, tile, following, copies_);
     pieces.for_keys([&](int64_t head, const Piece& piece) {
-      if (is_scaled(kind)) tile.ask_scales(kv_, queries.first_head + head, piece.begin, piece.end);
+      if (kind == KVKind::int8) tile.ask_scales(kv_, queries.first_head + head, piece.begin, piece.end);
       if (widens) widen(piece);
       for_few<kRows>(queries.count, [&](auto rows, int64_t i) {
         const Seen<rows> seen(queries, i, tile, piece.begin, piece.end);

@@ -72,6 +72,7 @@ class Pieces {
     const bool are_values = number >= num_keys_;
     for (int64_t t = first_; t < tile_.end; t += size_) {
       const Place ahead = are_values ? Place{following_, t - first_, head, false} : Place{&tile_, t, head, true};
+      if (kv_.kind == KVKind::fp8) ask_scales(ahead);
       body(Piece{t, t + size_, rows(t, head, are_values), address(ahead)});
     }
   }
@@ -111,8 +112,11 @@ class Pieces {
 
   // Those of int8 are not needed before all keys are read: its kernels ask for them.
   void ask_scales(const Place& at) const {
-    if (at.tile == nullptr || at.token >= at.tile->end) return;
-    prefetch_far(at.tile->scales_of(kv_, at.token < at.tile->begin ? at.tile->begin : at.token, queries_.first_head + at.head, at.is_value));
+    if (at.tile == nullptr) return;
+    const int64_t end = std::min(at.token + size_, at.tile->end);
+    for (int64_t t = std::max(at.token, at.tile->begin); t < end; t += 16) {
+      prefetch_far(at.tile->scales_of(kv_, t, queries_.first_head + at.head, at.is_value));
+    }
   }
 
   const unsigned char* address(const Place& at) const {

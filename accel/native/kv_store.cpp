@@ -39,8 +39,8 @@ void store_int8(const float* x, int64_t head_dim, unsigned char* to, unsigned ch
   std::memcpy(scale_to, &scale, sizeof scale);
 }
 
-// The nearest E4M3 number, at ties that with an even mantissa, of a magnitude of at most 448. What is less than 2^-6, the
-// least with all bits of its mantissa, becomes that or 0: processors that multiply bf16 take what is less for 0 anyway.
+// The nearest E4M3 number, at ties the one with an even mantissa; magnitudes are at most 448. Denormals, below 2^-6, are
+// left out, since adding to an exponent does not widen them: what is smaller becomes 2^-6 or 0.
 unsigned char as_e4m3(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -52,12 +52,11 @@ unsigned char as_e4m3(float x) {
 // The scale is the power of two that brings the largest magnitude above 224 and to at most 448. NaN and infinity in a row
 // make all of it NaN.
 void store_fp8(const float* x, int64_t head_dim, unsigned char* to, unsigned char* scale_to) {
-  const int32_t bits = largest(x, head_dim);
-  const bool is_finite = bits < 0x7f800000;
-  // Its exponent: one more where the mantissa is above that of 448. At least 2^-113, so that values in bf16 are not denormal.
-  const int32_t exponent = std::max((bits + 0x1fffff) >> 23, 22) - 8;
-  const uint32_t scale = is_finite ? static_cast<uint32_t>(exponent) << 23 : 0x7fc00000u;
-  const uint32_t inverse = static_cast<uint32_t>(254 - exponent) << 23;
+  const uint32_t bits = static_cast<uint32_t>(largest(x, head_dim));
+  const bool is_finite = bits < 0x7f800000u;
+  // Its exponent: one more where the mantissa is above that of 448. At least 2^-113, far from where bf16 becomes denormal.
+  const uint32_t exponent = std::max((bits + 0x1fffffu) >> 23, 22u) - 8u;
+  const uint32_t scale = is_finite ? exponent << 23 : 0x7fc00000u, inverse = (254u - exponent) << 23;
   float per_unit;
   std::memcpy(&per_unit, &inverse, sizeof per_unit);
   for (int64_t d = 0; d < head_dim; ++d) to[d] = is_finite ? as_e4m3(x[d] * per_unit) : 0x7f;

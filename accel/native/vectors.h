@@ -299,7 +299,7 @@ inline Vec silu(Vec x) {
 // 2^x, within 2 ulp, for x <= 0; exactly 1 at 0. What is below 2^-126 comes out as about 2^-126: attention
 // multiplies it by a sum that is 0, or adds it to one that is at least 1.
 inline Vec exp2(Vec x) {
-  x = max(x, all(-126.0f));
+  x = max(all(-126.0f), x);  // in this order it hands on NaN
   const Vec n = round(x), f = sub(x, n);
   Vec p = all(1.535336e-4f);
   p = fma(p, f, all(1.3398875e-3f));

@@ -71,11 +71,15 @@ def test_the_signature_differs_in_whatever_makes_blocks_different() -> None:
         {"num_kv_heads": 1},
         {"head_dim": 4},
         {"dtype": "int8"},
+        {"dtype": "float8_e4m3fn"},
         {"scale_bytes_per_head": 4},
         {"index": 1},
     ]
     assert len({layout(**change).signature for change in changed}) == len(changed)
     assert layout().signature == layout().signature == "v1:g0:l0,1,2:h2:d8:b16:float32:s0"
+    assert layout(dtype="float8_e4m3fn").signature.endswith(":s0:p2"), (
+        "KV whose scales were any number differs"
+    )
 
 
 @pytest.mark.parametrize(

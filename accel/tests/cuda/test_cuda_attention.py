@@ -51,6 +51,8 @@ class Step:
         scales = torch.ones(blocks, NUM_LAYERS, 2, heads, size, 1)
         if self.kv.scaled_max:
             scales = values.abs().amax(-1, keepdim=True) / self.kv.scaled_max
+            if dtype == "float8_e4m3fn":
+                scales = scales.log2().ceil().exp2()
             values = values / scales
             values = values.round() if dtype == "int8" else values
         stored = values.to(getattr(torch, dtype)).contiguous()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -100,8 +102,6 @@ def test_queries_are_rotated_and_keys_and_values_stored(num_heads, num_kv_heads,
         end = layout.scales_offset_bytes + 4 * 3 * 2 * num_kv_heads * block_size
         scales = kv.bytes[:, layout.scales_offset_bytes : end].view(torch.float32).view(*shape, 1)
         stored *= scales
-        if dtype == "float8_e4m3fn":
-            assert (scales[scales > 0].frexp().mantissa == 0.5).all(), "powers of two, as others read them"
     found = torch.stack([stored[slot // block_size, layer, :, :, slot % block_size] for slot in (30, 11)])
     off = (found - expected[:2]).abs()
     largest = expected[:2].abs().amax(-1, keepdim=True)
@@ -114,6 +114,56 @@ def test_queries_are_rotated_and_keys_and_values_stored(num_heads, num_kv_heads,
     assert (off <= allowed).all()
     stored[3, layer, :, :, 6] = stored[1, layer, :, :, 3] = 0
     assert not stored.any(), "nothing else was written, and nothing for slot -1"
+
+
+@pytest.mark.parametrize(
+    ("largest", "scale"),
+    [
+        *((448.0, 1.0), (449.0, 2.0), (2.0**-30, 2.0**-38), (2.0**127, 2.0**119)),
+        *((torch.finfo(torch.float32).max, 2.0**120), (torch.nan, torch.nan), (torch.inf, torch.nan)),
+    ],
+)
+def test_values_in_fp8_are_those_that_the_cpu_kernels_store(largest, scale):
+    group = KVGroup(
+        layer_ids=(0,), num_kv_heads=1, head_dim=16, dtype="float8_e4m3fn", scale_bytes_per_head=32
+    )
+    layout = KVLayout(group=group, block_size=8)
+    kv = PagedKV(layout, 1, DEVICE)
+    spec = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=16, scale=1.0)
+    units = [
+        17.0,
+        -19.0,
+        15.5,
+        2**-6,
+        2**-7,
+        1.5 * 2**-7,
+        -(2**-8),
+        0.0,
+        -(2**-6.5),
+        208.0,
+        1.0,
+        2.0,
+        3.0,
+        1.1,
+    ]
+    unit = scale if math.isfinite(scale) else 1.0
+    value = torch.tensor([largest, *(each * unit for each in units), -1.0 * unit], device=DEVICE)
+    qkv = torch.zeros(1, 3, 16, device=DEVICE)
+    qkv[0, 2] = value
+    rotation = Rotation(torch.ones(1, 8, device=DEVICE), torch.zeros(1, 8, device=DEVICE))
+    at = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    RotateAndStore(kv, 0, spec, rotation, None)(qkv, at, at)
+    stored = kv.views(0)[1][0, 0, 0].float().tolist()
+    offset = layout.scales_offset_bytes + 32
+    found = kv.bytes[0, offset : offset + 4].view(torch.float32).item()
+    if math.isnan(scale):
+        assert math.isnan(found)
+        assert all(map(math.isnan, stored))
+        return
+    assert found == scale
+    top = (value[:1] / scale).to(torch.float8_e4m3fn).float().item()
+    exact = [16.0, -20.0, 16.0, 2**-6, 0, 2**-6, 0, 0, -(2**-6), 208.0, 1.0, 2.0, 3.0, 1.125, -1.0]
+    assert stored == [top, *exact]
 
 
 def test_rows_are_rounded_to_fp8_by_their_own_scale():

@@ -582,15 +582,19 @@ def test_tokens_of_tiny_weight_count_as_much_as_in_sum_they_weigh(
     assert error(out, paged.reference(parts, query)) < tolerance(variant, kind)
 
 
-@pytest.mark.parametrize("lost", [np.nan, np.inf])
-@pytest.mark.parametrize("kind", SCALED)
-def test_a_value_that_is_not_a_number_is_not_lost(lib: ctypes.CDLL, kind: str, lost: float) -> None:
+@pytest.mark.parametrize(("kind", "lost"), [*((kind, np.nan) for kind in KINDS), ("float8_e4m3fn", -np.inf)])
+@pytest.mark.parametrize("is_key", [False, True])
+def test_a_value_that_is_not_a_number_is_not_lost(
+    lib: ctypes.CDLL, kind: str, lost: float, is_key: bool
+) -> None:
     paged = Paged(lib, Case(kind=kind), 8)
     sequence, other = paged.add(40), paged.add(40)
-    token = np.full((1, 2, 64), lost, dtype=np.float32)
-    paged.store(np.array([int(sequence.blocks[1]) * 16 + 3]), np.zeros_like(token), token)
+    token = np.zeros((1, 2, 64), dtype=np.float32)
+    token[:, :, 5 if is_key or kind in SCALED else slice(None)] = lost  # one makes all of a row NaN in 8 bits
+    key, value = (token, np.zeros_like(token)) if is_key else (np.zeros_like(token), token)
+    paged.store(np.array([int(sequence.blocks[1]) * 16 + 3]), key, value)
     out = paged.attend([(sequence, 1, 40), (other, 1, 40)], paged.queries(2))
-    assert not np.isfinite(out[0]).any()
+    assert np.isnan(out[0]).all()
     assert np.isfinite(out[1]).all()
 
 
@@ -612,27 +616,76 @@ def test_stored_values_are_rounded_to_nearest(lib: ctypes.CDLL, kind: str) -> No
     assert np.array_equal(stored, np.asarray(expected, dtype=np.float32))
 
 
+def e4m3_numbers() -> Floats:
+    """All that are not negative and no denormals, in order."""
+    codes = np.array([0, *range(8, 127)], dtype=np.uint8)
+    return as_floats(codes, "float8_e4m3fn")
+
+
+def store_one(paged: Paged, row: Floats) -> tuple[float, Floats]:
+    """Return the scale of a stored key, and what it stands for without that."""
+    lib_call(paged, row)
+    start = paged.kv.scales + paged.kv.layer_scales
+    scale = float(paged.memory[start : start + 4].view(np.float32)[0])
+    start = paged.kv.layer
+    return scale, as_floats(paged.memory[start : start + len(row)], "float8_e4m3fn")
+
+
 @pytest.mark.parametrize(
     ("largest", "scale"),
-    [(448.0, 1.0), (449.0, 2.0), (2.0**-30, 2.0**-38), (2.0**127, 2.0**119), (2.0**-140, 2.0**-113)],
+    [
+        *((448.0, 1.0), (449.0, 2.0), (2.0**-30, 2.0**-38), (2.0**127, 2.0**119), (2.0**-140, 2.0**-113)),
+        *(
+            (1.75 * 2.0**127, 2.0**119),
+            (1.76 * 2.0**127, 2.0**120),
+            (float(np.finfo(np.float32).max), 2.0**120),
+        ),
+        (0.0, 2.0**-113),
+    ],
 )
 def test_fp8_has_a_power_of_two_as_its_scale(lib: ctypes.CDLL, largest: float, scale: float) -> None:
     paged = Paged(lib, Case(kind="float8_e4m3fn", num_kv_heads=1, num_heads=1, head_dim=16), 1)
-    lib_call(paged, np.array([largest, 0, -largest, largest / 3] * 4, dtype=np.float32))
-    start = paged.kv.scales + paged.kv.layer_scales
-    assert paged.memory[start : start + 4].view(np.float32)[0] == scale
-    expected = torch.tensor([largest / scale, 0, -largest / scale, largest / 3 / scale] * 4)
-    stored = paged.stored(np.array([0], dtype=np.int32), 1, 0)[0, 0]
-    assert np.array_equal(stored, expected.to(torch.float8_e4m3fn).double().numpy() * scale)
+    row = np.array([largest, 0, -largest, largest / 3] * 4, dtype=np.float32)
+    found, units = store_one(paged, row)
+    assert found == scale
+    assert np.array_equal(units, as_e4m3(row.astype(np.float64) / scale))
 
 
-def test_fp8_has_no_denormal_numbers(lib: ctypes.CDLL) -> None:
+def as_e4m3(values: NDArray[np.float64]) -> Floats:
+    """Round to E4M3, denormals to its least normal number or 0."""
+    rounded = torch.from_numpy(values).float().to(torch.float8_e4m3fn).float().numpy()
+    small = np.where(np.abs(values) > 2**-7, np.copysign(2**-6, values), 0)
+    return np.asarray(np.where(np.abs(values) < 2**-6, small, rounded), dtype=np.float32)
+
+
+def test_fp8_is_rounded_to_the_nearest_number_and_at_ties_to_even(lib: ctypes.CDLL) -> None:
     paged = Paged(lib, Case(kind="float8_e4m3fn", num_kv_heads=1, num_heads=1, head_dim=16), 1)
-    lib_call(
-        paged, np.array([448, 2**-6, 2**-7, 1.5 * 2**-7, -(2**-7), -(2**-8), -(2**-6.5), 0] * 2, np.float32)
+    numbers = e4m3_numbers()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    near = np.concatenate(
+        [middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(500)), numbers]
     )
-    stored = paged.stored(np.array([0], dtype=np.int32), 1, 0)[0, 0]
-    assert stored[:8].tolist() == [448, 2**-6, 0, 2**-6, 0, 0, -(2**-6), 0]
+    near = np.resize(np.concatenate([near, -near]), -(-2 * len(near) // 15) * 15)
+    for values in near.reshape(-1, 15):
+        scale, units = store_one(paged, np.array([448, *values], dtype=np.float32))
+        assert scale == 1
+        assert np.array_equal(units[1:], as_e4m3(values.astype(np.float64)))
+
+
+@pytest.mark.parametrize("scale", [2.0**-113, 2.0**-3, 1.0, 2.0**119, np.nan])
+def test_every_fp8_number_is_widened_exactly(lib: ctypes.CDLL, scale: float) -> None:
+    case = Case(kind="float8_e4m3fn", num_kv_heads=1, num_heads=1, head_dim=256)
+    paged = Paged(lib, case, 1, fill=0)
+    stored = [code for code in range(256) if code % 128 == 0 or 8 <= code % 128 < 127]
+    codes = np.resize(np.array([0x7F] if np.isnan(scale) else stored, dtype=np.uint8), 256)
+    start = paged.kv.layer + paged.kv.kv
+    paged.memory[start : start + 256] = codes
+    start = paged.kv.scales + paged.kv.layer_scales + paged.kv.kv_scales
+    paged.memory[start : start + 4] = np.array([scale], dtype=np.float32).view(np.uint8)
+    blocks, zeros = np.zeros(1, dtype=np.int32), np.zeros((1, 1, 256), dtype=np.float32)
+    out = paged.attend([(Stored(blocks, zeros, zeros), 1, 1)], paged.queries(1))[0, 0]
+    expected = as_floats(codes, "float8_e4m3fn") * np.float32(scale)
+    assert np.array_equal(out, expected, equal_nan=True)
 
 
 def lib_call(paged: Paged, key: Floats) -> None:

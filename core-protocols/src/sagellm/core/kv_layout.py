@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sagellm.core.errors import ConfigError
 
 BLOCK_ALIGNMENT_BYTES = 64
+_VERSIONS = {"float8_e4m3fn": ":p2"}  # its scales have not always been powers of two
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
@@ -16,8 +17,8 @@ class KVGroup:
 
     A block belongs to one group. Models whose layers are all alike have one group; the
     index is part of keys and tables so that models that mix spans fit. `window` is the number of last
-    tokens of a sequence whose KV its layers read; None: all of them. Scales are float32, one for each token;
-    those of float8_e4m3fn are powers of two.
+    tokens of a sequence whose KV its layers read; None: all of them. Scales are float32, one for each token,
+    head, and key or value; those of float8_e4m3fn are powers of two.
     """
 
     index: int = 0
@@ -105,7 +106,7 @@ class KVLayout:
         layers = ",".join(map(str, group.layer_ids))
         return (
             f"v1:g{group.index}:l{layers}:h{group.num_kv_heads}:d{group.head_dim}"
-            f":b{self.block_size}:{group.dtype}:s{group.scale_bytes_per_head}"
+            f":b{self.block_size}:{group.dtype}:s{group.scale_bytes_per_head}{_VERSIONS.get(group.dtype, '')}"
         )
 
     def num_blocks_in(self, num_bytes: int) -> int:

@@ -47,19 +47,26 @@ def store_head(
 ) -> tl.tensor:
     """Write a key or a value of one head, scaled to fill its number format if that has 8 bits.
 
-    Scales of E4M3 are powers of two, which bring the largest value to more than 224 and at most 448.
+    That of E4M3 is as the CPU kernels store it: by the power of two that brings the largest magnitude above
+    224 and to at most 448, without denormals, and NaN throughout where one value is not finite.
     """
     stored = values
-    if SCALED_MAX:
-        largest = tl.maximum(tl.max(tl.abs(values), 0), 1e-20)
-        if SCALED_MAX == INT8_MAX:
-            scale = largest / SCALED_MAX
-            stored = tl.floor(values / scale + 0.5)
-        else:
-            # The exponent, one more where the mantissa is above that of 448
-            exponent = (largest.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000
-            scale = exponent.to(tl.float32, bitcast=True) / 256
-            stored = values / scale
+    if SCALED_MAX == INT8_MAX:
+        scale = tl.maximum(tl.max(tl.abs(values), 0), 1e-20) / SCALED_MAX
+        stored = tl.floor(values / scale + 0.5)
+        tl.store(scale_place, scale, mask=is_stored)
+    elif SCALED_MAX:
+        largest = tl.max(tl.abs(values).to(tl.int32, bitcast=True), 0)  # as integers, NaN is the largest
+        is_finite = largest < 0x7F800000
+        # The exponent, one more where the mantissa is above that of 448
+        raised = (tl.minimum(largest, 0x7F7FFFFF) + 0x1FFFFF) & 0x7F800000
+        exponent = tl.maximum(raised, 22 << 23) - (8 << 23)
+        scaled = values * ((254 << 23) - exponent).to(tl.float32, bitcast=True)
+        magnitude = tl.abs(scaled)
+        least = tl.where(magnitude > 0.0078125, tl.where(scaled < 0, -0.015625, 0.015625), 0.0)
+        stored = tl.where(magnitude < 0.015625, least, scaled)
+        stored = tl.where(is_finite, stored, float("nan"))
+        scale = tl.where(is_finite, exponent, 0x7FC00000).to(tl.float32, bitcast=True)
         tl.store(scale_place, scale, mask=is_stored)
     tl.store(place, stored.to(place.dtype.element_ty), mask=mask & is_stored)
 
