@@ -44,6 +44,7 @@ from sagellm.engines.loading.load import open_model
 from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import open_tokenizer
 from sagellm.engines.modules import Modules as Modules, engine, logits_processors
+from sagellm.engines.recording.opening import open_recorder
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.step_trace import count_work, open_step_trace
 from sagellm.engines.worker.building import build_worker
@@ -118,6 +119,7 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
     modules = Modules(registry, config)
     read_tiers(modules)  # so that errors are found before loading
     trace = open_step_trace(config, runtime.clock)
+    recorder = open_recorder(config.recording, runtime.clock, config.kv.block_size)
     quantizer = modules.make_optional("quantizer", config.model.quantization)
     sparsifier = modules.make_optional("sparsifier", config.model.sparsity)
     opened = open_model(config.model, registry)
@@ -169,11 +171,13 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
         trace=trace,
         progress=progress,
         make_grammar=partial(make_grammar, modules, opened, geometry.vocab_size),
+        recorder=recorder,
     )
     core = build_computing_core(
         plan, backend, around_step=nullcontext if cores is None else cores.during_step
     )
-    finalize(core, trace.close)  # at the latest when the process ends: until then its last events are missing
+    for each in (trace, recorder):  # at the latest when the process ends: until then their ends are missing
+        finalize(core, each.close)
     count_work(core, plan, spec, opened.dtype_name)
     weight_bytes = backend.model_metrics().weight_bytes
     core.add_metrics("work", lambda: core.runner.work.metrics(geometry, layout, weight_bytes))

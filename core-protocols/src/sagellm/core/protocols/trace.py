@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import IO
 
+from sagellm.core.request import FinishReason
 from sagellm.core.tokens import EMPTY, TokenIds
 
 Tokenize = Callable[[str], Sequence[int]]
@@ -19,7 +20,11 @@ class TraceRequest:
 
     What is known about the prompt depends on the format: its `token_ids`; or `block_ids`, where prompts
     that begin with the same ids begin with the same tokens, `block_tokens` per id, perhaps fewer for the last
-    one; or only its length.
+    one; or only its length. Where there are both, the token ids are stand-ins: they agree where the prompts'
+    tokens do, and say nothing else about them. The same holds for the output, of which `output_token_ids` are
+    what a cache keeps, all but the last one, or all that is known.
+
+    What follows `priority` is what became of the request where it was recorded; None if it is not known.
     """
 
     arrival_s: float  # of the trace's own clock
@@ -32,6 +37,17 @@ class TraceRequest:
     conversation: str = ""
     """Requests with the same id, if known, are turns of one conversation."""
     priority: int = 0  # larger is more urgent
+    max_tokens: int | None = None  # at which it was to end
+    params: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Parameters of sampling that are not the default, by their names in the API."""
+    turn: int | None = None  # of its conversation, from 1
+    finish_reason: FinishReason | None = None
+    output_token_ids: TokenIds = EMPTY
+    output_block_ids: tuple[int, ...] = ()
+    """Of prompt and output together, behind the prompt's whole blocks; the last one may be partial."""
+    num_cached_tokens: int | None = None  # of the prompt
+    ttft_s: float | None = None  # from its arrival to its first token
+    total_s: float | None = None  # from its arrival to its end
 
 
 class TraceReaderProtocol(ABC):

@@ -32,6 +32,7 @@ _GROUPS = {
     "forward": "Forward pass",
     "sampling": "Sampling",
     "trace": "Trace",
+    "recording": "Recording",
     "comm": "Machine",
     "grammar": "Structured output",
     "server": "HTTP server",

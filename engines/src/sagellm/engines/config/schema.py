@@ -23,6 +23,7 @@ from sagellm.engines.config.sections import (
     ModelConfig,
     PredictorConfig,
     PrefixCacheConfig,
+    RecordingConfig,
     SamplingConfig,
     SchedulerConfig,
     ServerConfig,
@@ -47,6 +48,7 @@ class EngineConfig(Checked):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     grammar: GrammarConfig = Field(default_factory=GrammarConfig)
     trace: TraceConfig = Field(default_factory=TraceConfig)
+    recording: RecordingConfig = Field(default_factory=RecordingConfig)
     comm: CommConfig = Field(default_factory=CommConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
 
@@ -125,6 +127,7 @@ SECTIONS: dict[str, type[Checked]] = {
         SamplingConfig,
         GrammarConfig,
         TraceConfig,
+        RecordingConfig,
         CommConfig,
         ServerConfig,
     )

@@ -431,6 +431,32 @@ class TraceConfig(Checked):
     )
 
 
+class RecordingConfig(Checked):
+    """Whether requests are recorded as a trace that can be replayed."""
+
+    section: ClassVar[str] = "recording"
+
+    file: PathOrName | None = Field(
+        default=None,
+        description="file that gets a line for each finished request: salted hashes of its blocks, lengths "
+        "and times, no text; one that exists is kept as FILE.1",
+    )
+    text: bool = Field(
+        default=False,
+        description="record the tokens of prompts and answers too, which are their text",
+    )
+    folder: PathOrName | None = Field(
+        default=None,
+        description="folder of `engine record start`; null: sagellm/recordings among the user's data",
+    )
+    max_file_size: Size = Field(
+        default="256MiB", description="bytes after which the file is renamed FILE.1, as in 256MiB"
+    )
+    max_files: int = Field(
+        default=4, ge=2, le=1000, description="most files of one name; the oldest is removed for a new one"
+    )
+
+
 class CommConfig(Checked):
     """The machine and how its parts are connected."""
 

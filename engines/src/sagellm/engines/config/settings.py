@@ -51,6 +51,11 @@ FLAT_NAMES: dict[str, str] = {
     "grammar_backend": "grammar.name",
     "trace": "trace.file",
     "profile": "trace.profile",
+    "record": "recording.file",
+    "record_text": "recording.text",
+    "record_folder": "recording.folder",
+    "record_max_file_size": "recording.max_file_size",
+    "record_max_files": "recording.max_files",
     "topology": "comm.topology",
 }
 """Flat name of an engine's setting → dotted key of the schema, in the order of `--help`."""

@@ -34,6 +34,7 @@ from sagellm.engines.engine_core.step_cost_fit import StepCostFit
 from sagellm.engines.engine_core.step_runner import StepRunner
 from sagellm.engines.engine_core.token_masks import GrammarMasks
 from sagellm.engines.modules import Modules
+from sagellm.engines.recording.recorder import Recorder
 from sagellm.engines.tracing import NullTrace, TraceWriter
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class CorePlan:
     `fingerprint` returns a value that is equal for models with interchangeable KV; it is called when a tier
     or a save first needs it. `progress` is the hook that a backend calls at each layer. `predictor` and
     `make_offload`, of a simulation for instance, take the place of what the configuration names.
-    `make_grammar` returns the provider of grammars. Steps can want hidden states if `geometry` is given.
+    `make_grammar` returns the provider of grammars. `recorder` may have begun to
+    record. Steps can want hidden states if `geometry` is given.
     """
 
     modules: Modules
@@ -69,6 +71,7 @@ class CorePlan:
     cost_fit: StepCostFit = field(default_factory=StepCostFit)
     buffers: HostBuffers = field(default_factory=HostBuffers)
     make_grammar: Callable[[], Grammar] = no_grammar
+    recorder: Recorder | None = None
 
     @property
     def step_target_ms(self) -> float:
@@ -124,6 +127,7 @@ def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None
             },
             progress=plan.progress,
             preparing=preparing,
+            recorder=plan.recorder or Recorder(config.recording, runtime.clock, plan.layout.block_size),
         )
     )
     if speculation is not None:

@@ -46,6 +46,7 @@ from sagellm.engines.engine_core.step_cost_fit import StepCostFit, work_of
 from sagellm.engines.engine_core.step_runner import DraftedRows, PlannedStep, StepResult, StepRunner
 from sagellm.engines.engine_core.step_tokens import StepTokens
 from sagellm.engines.logging import fields
+from sagellm.engines.recording.recorder import Recorder
 from sagellm.engines.sampling.stop import check_stop_conditions
 from sagellm.engines.tracing import NullTrace, TraceWriter
 from sagellm.engines.worker.execution_graph import ExecutionGraph
@@ -98,6 +99,7 @@ class CoreParts:
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
     progress: ProgressHook = field(default_factory=ProgressHook)
     preparing: Preparing
+    recorder: Recorder
 
 
 class EngineCore(EngineProtocol):
@@ -130,6 +132,7 @@ class EngineCore(EngineProtocol):
         self._preparing = parts.preparing
         self._predictions = Predictions(parts.predictor, parts.registry)
         self.add_metrics("grammar", parts.preparing.metrics)
+        self.add_metrics("recorder", parts.recorder.metrics)
         self.add_metrics("lifetime_predictor", self._predictions.metrics)
         self._request_observers = Observers(parts.registry, "sagellm_request_finished")
         self._step_observers = Observers(parts.registry, "sagellm_step_finished")
@@ -256,6 +259,7 @@ class EngineCore(EngineProtocol):
                 self.parts.saves.close()
             finally:
                 self._trace.close()
+                self.parts.recorder.close()
                 self._preparing.close()
                 self.kv.close()
                 self.parts.executor.close()
@@ -487,6 +491,8 @@ class EngineCore(EngineProtocol):
                 num_cached_tokens=sequence.num_cached_tokens or 0,
                 num_preemptions=sequence.num_preemptions,
             )
+        if self.parts.recorder.is_recording:
+            self.parts.recorder.take(sequence, reason, finished_ns)
         if self._request_observers:
             record = RequestRecord(
                 request_id=sequence.request.request_id,

@@ -29,6 +29,7 @@ from sagellm.core.protocols.sparsifier import SparsifierMetrics
 from sagellm.engines.engine_core.batching import BatchingMetrics
 from sagellm.engines.engine_core.pass_failures import PassFailures
 from sagellm.engines.engine_core.speculation_metrics import SpeculationMetrics
+from sagellm.engines.recording.recorder import RecorderMetrics
 from sagellm.engines.worker.work import WorkMetrics
 
 _TYPES: dict[str, type[Any]] = {
@@ -43,6 +44,7 @@ _TYPES: dict[str, type[Any]] = {
     "model_family": ModelMetrics,
     "prefix_cache": PrefixCacheMetrics,
     "quantizer": QuantizerMetrics,
+    "recorder": RecorderMetrics,
     "scheduler": SchedulerMetrics,
     "scheduler_pass": PassFailures,
     "sparsifier": SparsifierMetrics,
@@ -61,6 +63,7 @@ def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
     from sagellm.engines.engine_core.core import EngineCore
     from sagellm.engines.engine_core.explanation import Explainer
     from sagellm.engines.engine_core.kv_admin import CacheAdmin, PoolAdmin
+    from sagellm.engines.recording.opening import RecorderAdmin
 
     common: dict[str, Callable[..., Any]] = {"metrics": core.metrics, "ping": time.monotonic_ns}
     if not isinstance(core, EngineCore):
@@ -68,6 +71,7 @@ def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
     clock = core.parts.runtime.clock
     cache = CacheAdmin(core.kv, clock)
     pool = PoolAdmin(Compactor(core.kv, core.steps.copy_blocks, clock, core.has_unfinished))
+    recorder = RecorderAdmin(core.parts.recorder)
     return {
         **common,
         "check": core.kv.check_integrity,
@@ -87,6 +91,9 @@ def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
         "cache_delete": core.parts.saves.delete,
         "cache_go_on": core.parts.saves.go_on,
         "pool_compact": pool.compact,
+        "record_start": recorder.start,
+        "record_stop": recorder.stop,
+        "record_status": recorder.status,
     }
 
 

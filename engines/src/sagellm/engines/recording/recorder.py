@@ -1,0 +1,297 @@
+"""Writes a line of a trace for each finished request, on a thread of its own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from sagellm.core import (
+    EMPTY,
+    Clock,
+    ConfigError,
+    FinishReason,
+    Request,
+    TokenIds,
+    TraceRequest,
+    get_logger,
+)
+from sagellm.core.plugins.failure import contained, described
+from sagellm.engines.config.sections import RecordingConfig
+from sagellm.engines.recording.block_names import BlockNames
+from sagellm.engines.recording.pseudonyms import Pseudonyms
+from sagellm.engines.recording.rotating_file import RotatingFile
+from sagellm.engines.recording.trace_rows import head_of, row_of
+from sagellm.engines.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from sagellm.engines.engine_core.sequence import Sequence
+
+logger = get_logger(__name__)
+
+_PARAMS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+)
+"""Parameters that are numbers: none of them holds text or tokens."""
+
+_DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
+_MAX_QUEUED, _MAX_QUEUED_TOKENS = 1 << 14, 1 << 23
+_TURN_S = 0.1
+_CLOSE_S = 10.0
+_MISTAKES = {
+    getattr(errno, name)
+    for name in ("ENOENT", "ENOTDIR", "EISDIR", "EACCES", "EPERM", "EROFS", "ELOOP", "ENAMETOOLONG")
+}
+"""What opening a file fails with if its path is wrong, whatever the disk does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordingSettings:
+    """Where requests are recorded; with `has_text`, their token ids too."""
+
+    path: Path
+    has_text: bool
+    max_bytes: int  # of one file
+    max_files: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecorderMetrics:
+    """What was recorded since the last start."""
+
+    is_recording: bool = False
+    path: str = ""
+    has_text: bool = False
+    num_recorded: int = 0  # lines that are in the file
+    num_dropped: int = 0  # requests that the queue had no room for, or that came when writing failed
+    num_bytes: int = 0
+    failure: str = ""  # why it ended by itself
+
+
+class _Ended(NamedTuple):
+    """A finished sequence: what the step thread hands over."""
+
+    request: Request
+    params: SamplingParams
+    token_ids: TokenIds  # prompt and output
+    finish_reason: FinishReason
+    num_cached_tokens: int | None
+    first_token_ns: int | None
+    finished_ns: int
+
+
+class Recorder:
+    """Records into one file at a time, from `start` to `stop`.
+
+    `take` is called by the step thread and only queues. What does not fit is dropped and counted. Anything
+    that fails while writing ends the recording with one line in the log, and nothing else.
+    """
+
+    def __init__(self, config: RecordingConfig, clock: Clock, block_tokens: int) -> None:
+        self.config = config
+        self._clock, self._block_tokens = clock, block_tokens
+        self._recording: _Recording | None = None
+
+    def start(self, settings: RecordingSettings) -> RecorderMetrics:
+        """Begin to record. Raises ConfigError if it does already, or for a path that cannot be written."""
+        if self.is_recording:
+            raise ConfigError(f"requests are being recorded to {self.metrics().path}; stop that first")
+        self._recording = _Recording(settings, self._clock, self._block_tokens)
+        return self.metrics()
+
+    def stop(self) -> RecorderMetrics:
+        """Write what is queued and close the file. Raises ConfigError unless it records."""
+        if not self.is_recording:
+            raise ConfigError("no requests are being recorded; start it with: sage llm engine record start")
+        self.close()
+        return self.metrics()
+
+    def close(self) -> None:
+        """Stop if it records."""
+        if self._recording is not None:
+            self._recording.close()
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether `take` does anything."""
+        return self._recording is not None and self._recording.is_open
+
+    def take(self, sequence: Sequence, reason: FinishReason, finished_ns: int) -> None:
+        """Queue a sequence that has just ended."""
+        if self._recording is not None:
+            self._recording.put(
+                _Ended(
+                    sequence.request,
+                    sequence.params,
+                    sequence.token_ids(),
+                    reason,
+                    sequence.num_cached_tokens,
+                    sequence.first_token_ns,
+                    finished_ns,
+                )
+            )
+
+    def metrics(self) -> RecorderMetrics:
+        """Return what was recorded since the last start."""
+        return RecorderMetrics() if self._recording is None else self._recording.metrics()
+
+
+class _Recording:
+    """One file, its queue and its thread."""
+
+    def __init__(self, settings: RecordingSettings, clock: Clock, block_tokens: int) -> None:
+        self._settings = settings
+        self._start_ns = clock.now_ns()
+        salt = os.urandom(32)
+        self._names = BlockNames(salt, block_tokens)
+        self._block_tokens = block_tokens
+        self._pseudonyms = Pseudonyms(salt)
+        self._queue: deque[_Ended] = deque()
+        self._num_put_tokens = self._num_got_tokens = 0  # each is changed by one thread
+        self._num_recorded = self._num_dropped = 0
+        self._failure = ""
+        self._wanted = threading.Event()  # set: to end
+        about = {
+            "made_by": "sage llm serve --record",
+            "recording": os.urandom(8).hex(),
+            "recorded_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        self._file = self._open(_line(head_of(block_tokens, about)))
+        self.is_open = not self._failure
+        if settings.has_text:
+            logger.warning(
+                "RECORDING TEXT: the tokens of every prompt and answer, of all users, are written to %s",
+                settings.path,
+            )
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        if self.is_open:
+            self._thread.start()
+
+    def put(self, ended: _Ended) -> None:
+        num_tokens = len(ended.token_ids)
+        num_queued_tokens = self._num_put_tokens - self._num_got_tokens
+        if not self.is_open or len(self._queue) >= _MAX_QUEUED or num_queued_tokens > _MAX_QUEUED_TOKENS:
+            self._num_dropped += 1
+            return
+        self._num_put_tokens += num_tokens
+        self._queue.append(ended)
+
+    def close(self) -> None:
+        if not self.is_open:
+            return
+        self._wanted.set()
+        self._thread.join(_CLOSE_S)
+        self.is_open = False
+
+    def metrics(self) -> RecorderMetrics:
+        return RecorderMetrics(
+            is_recording=self.is_open,
+            path=str(self._settings.path),
+            has_text=self._settings.has_text,
+            num_recorded=self._num_recorded,
+            num_dropped=self._num_dropped,
+            num_bytes=0 if self._file is None else self._file.num_bytes,
+            failure=self._failure,
+        )
+
+    def _open(self, head: bytes) -> RotatingFile | None:
+        settings = self._settings
+        try:
+            return RotatingFile(
+                settings.path, head, max_bytes=settings.max_bytes, max_files=settings.max_files
+            )
+        except OSError as error:
+            if error.errno in _MISTAKES:
+                raise ConfigError(
+                    f"requests cannot be recorded to {settings.path}: {error.strerror}; name another file"
+                ) from error
+            self._fail(error)
+            return None
+
+    def _run(self) -> None:
+        with contained() as failure:
+            is_last = False
+            while not is_last:
+                is_last = self._wanted.wait(_TURN_S)
+                self._write_queued()
+        if failure.error is not None:
+            self._num_dropped += 1  # the one that could not be written
+            self._fail(failure.error)
+        if self._file is not None:
+            with contained():
+                self._file.close()
+
+    def _write_queued(self) -> None:
+        assert self._file is not None, "the thread runs only then"
+        while self._queue:
+            ended = self._queue.popleft()
+            self._num_got_tokens += len(ended.token_ids)
+            self._file.write(_line(self._row(ended)))
+            self._num_recorded += 1
+            time.sleep(0)  # a step that waits for the interpreter comes first
+
+    def _fail(self, error: BaseException) -> None:
+        self.is_open = False
+        self._failure = error.strerror or str(error) if isinstance(error, OSError) else described(error)
+        self._num_dropped += len(self._queue)
+        self._queue.clear()
+        logger.error(
+            "the recording ended with %d requests: %s cannot be written: %s; serving goes on",
+            self._num_recorded,
+            self._settings.path,
+            self._failure,
+        )
+
+    def _row(self, ended: _Ended) -> dict[str, object]:
+        request = ended.request
+        num_prompt_tokens, num_tokens = len(request.token_ids), len(ended.token_ids)
+        num_output_tokens = num_tokens - num_prompt_tokens
+        kept = ended.token_ids.data[: 4 * max(num_prompt_tokens, num_tokens - 1)]  # the last has no KV
+        names = self._names.name(request.namespace, kept, num_prompt_tokens)
+        has_text = self._settings.has_text
+        first_ns = ended.first_token_ns
+        recorded = TraceRequest(
+            (request.arrival_ns - self._start_ns) / 1e9,
+            num_prompt_tokens,
+            num_output_tokens,
+            () if has_text else names.block_ids,
+            0 if has_text else self._block_tokens,
+            request.token_ids if has_text else EMPTY,
+            tenant=self._pseudonyms.of(request.tenant.name),
+            conversation=str(names.conversation),
+            priority=request.priority,
+            max_tokens=request.max_tokens,
+            params=_params(ended.params),
+            turn=names.turn,
+            finish_reason=ended.finish_reason,
+            output_token_ids=ended.token_ids[num_prompt_tokens:] if has_text else EMPTY,
+            output_block_ids=() if has_text else names.output_block_ids,
+            num_cached_tokens=ended.num_cached_tokens,
+            ttft_s=None if first_ns is None else (first_ns - request.arrival_ns) / 1e9,
+            total_s=(ended.finished_ns - request.arrival_ns) / 1e9,
+        )
+        return row_of(recorded, None if has_text else names.agreement)
+
+
+def _params(params: SamplingParams) -> dict[str, float]:
+    given = ((name, getattr(params, name)) for name in _PARAMS)
+    return {name: value for name, value in given if value != _DEFAULTS[name]}
+
+
+def _line(row: object) -> bytes:
+    return msgspec.json.encode(row) + b"\n"
