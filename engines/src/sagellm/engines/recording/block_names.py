@@ -69,9 +69,10 @@ class BlockNames:
     def _remember(
         self, root: int, ids: list[int], chunks: list[bytes], num_prompt_tokens: int
     ) -> tuple[tuple[int, int, int] | None, int | None]:
-        """Remember new blocks. Return the agreement of the first, and the last end of a sequence in the prompt.
+        """Remember new blocks. Return the agreement of the first, and the block that ends the earlier turn.
 
         The agreement is None if all blocks are known, or if nothing else begins as the first new one does.
+        The earlier turn is the longest sequence that all of the prompt begins with.
         """
         parent, agreement, ended = root, None, None
         is_new = False

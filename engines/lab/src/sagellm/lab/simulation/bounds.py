@@ -11,7 +11,7 @@ from sagellm.core import PluginError, ProviderSpec, TraceRequest
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.progress import Advance
 from sagellm.lab.simulation.future import Future
-from sagellm.lab.simulation.prompts import prompt_tokens
+from sagellm.lab.simulation.prompts import kept_tokens, prompt_tokens
 from sagellm.lab.simulation.replay import CacheReplay, ReplayedRequest
 
 
@@ -35,7 +35,7 @@ def replay_unlimited(
 ) -> list[ReplayedRequest]:
     """Replay with room for every block of every prompt, ignoring tenants' quotas."""
     size = config.kv.block_size
-    num_blocks = sum(-(-len(prompt_tokens(request)) // size) for request in requests)
+    num_blocks = sum(-(-len(kept_tokens(request)) // size) for request in requests)
     settings = {
         "kv.num_blocks": max(1, num_blocks),
         "prefix_cache.eviction_policy": "null",
@@ -69,8 +69,8 @@ def replay_belady(
 def count_known_tokens(requests: Seq[TraceRequest]) -> list[int]:
     """Count, for each prompt, the tokens that an unlimited cache without blocks would save.
 
-    That is the longest prefix shared with an earlier prompt of the same tenant, without the last token, whose
-    logits are wanted. O(log n) comparisons per prompt.
+    That is the longest prefix shared with an earlier prompt of the same tenant, and its output where that was
+    recorded, without the last token, whose logits are wanted. O(log n) comparisons per prompt.
     """
     earlier: defaultdict[str, list[bytes]] = defaultdict(list)  # by tenant, sorted
     known = []
@@ -81,7 +81,7 @@ def count_known_tokens(requests: Seq[TraceRequest]) -> list[int]:
         neighbours = sorted_prompts[max(0, place - 1) : place + 1]
         num_common = max((_count_common_bytes(data, other) // 4 for other in neighbours), default=0)
         known.append(min(num_common, max(0, request.num_prompt_tokens - 1)))
-        insort(sorted_prompts, data)
+        insort(sorted_prompts, kept_tokens(request).data)
     return known
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from sagellm.core import BlockId, CachedNode, TraceRequest
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.lab.simulation.contents import BlockContents
-from sagellm.lab.simulation.prompts import prompt_tokens
+from sagellm.lab.simulation.prompts import kept_tokens
 
 NEVER = float("inf")
 
@@ -18,7 +18,7 @@ class Future:
 
     def __init__(self, requests: Seq[TraceRequest], block_size: int) -> None:
         contents = BlockContents(block_size)
-        self._paths = [contents.path(prompt_tokens(one), one.tenant) for one in requests]
+        self._paths = [contents.path(kept_tokens(one), one.tenant) for one in requests]
         self._following = _following_uses(self._paths)
         self._next_use: dict[int, int] = {}  # by content, for requests so far
         self._content: dict[BlockId, int] = {}  # of the blocks that are in use or cached

@@ -26,3 +26,12 @@ def prompt_tokens(request: TraceRequest) -> TokenIds:
         raise InvalidInputError(f"block ids are {smallest} … {largest}; they must be 0 … {_LARGEST_ID}")
     blocks = (struct.pack("i", block_id) * request.block_tokens for block_id in request.block_ids)
     return TokenIds(b"".join(blocks))
+
+
+def kept_tokens(request: TraceRequest) -> TokenIds:
+    """Return what a cache keeps of a request: its prompt and, if recorded, its output but for the last token.
+
+    Raises as `prompt_tokens`.
+    """
+    prompt, output = prompt_tokens(request), request.output_token_ids
+    return prompt + output[: request.num_output_tokens - 1] if len(output) else prompt

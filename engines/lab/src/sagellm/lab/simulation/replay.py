@@ -26,7 +26,7 @@ from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.modules import Modules
 from sagellm.engines.requests.queued_request import QueuedSequence
 from sagellm.engines.sampling.params import SamplingParams
-from sagellm.lab.simulation.prompts import prompt_tokens
+from sagellm.lab.simulation.prompts import kept_tokens, prompt_tokens
 
 _PARAMS = SamplingParams(max_tokens=1)
 
@@ -56,8 +56,8 @@ class ReplayedRequest:
 class CacheReplay:
     """One set of KV modules that processes prompts in the order of a trace.
 
-    A prompt is matched, given blocks, cached and released at once: requests never run concurrently, so only
-    the cache, and the tiers below it, decide what is reused.
+    A prompt is matched, given blocks, cached and released at once, with its output where that was recorded:
+    requests never run concurrently, so only the cache, and the tiers below it, decide what is reused.
     """
 
     def __init__(
@@ -99,9 +99,10 @@ class CacheReplay:
             return self._outcome(request, is_refused=True)
         if on_admitted is not None:
             on_admitted(sequence)
-        num_cached = sequence.num_cached_tokens or 0
-        num_reused = num_cached // self.config.kv.block_size
-        num_new = len(sequence.block_ids) - num_reused
+        size, num_prompt = self.config.kv.block_size, len(prompt_tokens(request))
+        num_cached = min(sequence.num_cached_tokens or 0, num_prompt - 1)
+        num_reused = num_cached // size
+        num_new = -(-num_prompt // size) - num_reused
         manager.commit(sequence, sequence.num_tokens)
         manager.release(sequence)
         manager.take_copies()  # there is no KV to copy
@@ -110,7 +111,7 @@ class CacheReplay:
             num_saved_tokens=min(num_cached, request.num_prompt_tokens),
             num_reused_blocks=num_reused,
             num_new_blocks=num_new,
-            num_cached_blocks=self._num_cached_blocks() - before,
+            num_cached_blocks=min(num_new, self._num_cached_blocks() - before),
         )
 
     def _num_cached_blocks(self) -> int:
@@ -123,7 +124,7 @@ class CacheReplay:
         name = str(self._num_requests)
         asked = Request(
             request_id=RequestId(name),
-            token_ids=prompt_tokens(request),
+            token_ids=kept_tokens(request),
             max_tokens=1,
             arrival_ns=self.clock.now_ns(),
             namespace=Namespace(tenant=request.tenant or "default"),

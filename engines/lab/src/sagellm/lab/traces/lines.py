@@ -6,15 +6,23 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any
 
-from sagellm.core import InvalidInputError
+from sagellm.core import InvalidInputError, get_logger
+
+logger = get_logger(__name__)
 
 
-def json_lines(lines: IO[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the object of each line that is not blank. Raises InvalidInputError."""
+def json_lines(lines: IO[str], *, may_be_torn: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the object of each line that is not blank. Raises InvalidInputError.
+
+    If the file `may_be_torn`, a last line without its end that is not an object is left out with a warning.
+    """
     for number, text in enumerate(iter(lines.readline, ""), 1):
         if not text.strip():
             continue
         found = _json(text)
+        if may_be_torn and number > 1 and found is None and not text.endswith("\n"):
+            logger.warning("line %d, the last one, ends in the middle and is left out", number)
+            return
         if not isinstance(found, dict):
             raise InvalidInputError(f"line {number}: {text.strip()[:60]!r} is not a JSON object")
         yield number, found
