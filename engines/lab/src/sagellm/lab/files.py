@@ -50,6 +50,15 @@ def write_json_lines(path: Path, rows: Iterable[Any], what: str, *, is_packed: b
         file.writelines(json.dumps(row, separators=(",", ":"), ensure_ascii=False) + "\n" for row in rows)
 
 
+def write_text_lines(path: Path, lines: Iterable[str], what: str) -> None:
+    """Write lines of text, compressed if the extension says so.
+
+    Raises ConfigError, which names `what` they are, if the file cannot be written.
+    """
+    with _told(path, what), whole_file(path) as unfinished, open_text(unfinished, "w") as file:
+        file.writelines(line + "\n" for line in lines)
+
+
 @contextmanager
 def _told(path: Path, what: str) -> Iterator[None]:
     try:

@@ -28,7 +28,7 @@ from sagellm.engines.config.sections import RecordingConfig
 from sagellm.engines.recording.block_names import BlockNames
 from sagellm.engines.recording.pseudonyms import Pseudonyms
 from sagellm.engines.recording.rotating_file import RotatingFile
-from sagellm.engines.recording.trace_rows import head_of, row_of
+from sagellm.engines.recording.trace_rows import RECORDING, head_of, row_of
 from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class _Recording:
         self._wanted = threading.Event()  # set: to end
         about = {
             "made_by": "sage llm serve --record",
-            "recording": os.urandom(8).hex(),
+            RECORDING: os.urandom(8).hex(),
             "recorded_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         self._file = self._open(_line(head_of(block_tokens, about)))

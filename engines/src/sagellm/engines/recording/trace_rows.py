@@ -9,6 +9,8 @@ from sagellm.core import TraceRequest
 
 FORMAT = "sagellm-trace"
 VERSION = 1
+RECORDING = "recording"
+"""In the first line: the name of a recording, whose block ids come with what their blocks agree in."""
 
 _OPTIONAL = (
     "tenant",

@@ -1,26 +1,33 @@
-"""`trace generate|show`: generates load traces, and shows what is in one."""
+"""`trace generate|info|convert|anonymize`: makes load traces, says what is in one, and converts it."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagellm.core import ConfigError
+from sagellm.core import ConfigError, nearest
 from sagellm.engines.cli.flags import with_flags
+from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.cli.output import new_app, print_json
 from sagellm.engines.cli.targets import check_targets
 from sagellm.engines.metrics.latency import percentile
-from sagellm.engines.progress import progress_bar
+from sagellm.engines.progress import Advance, progress_bar
+from sagellm.engines.sizes import format_bytes
 from sagellm.lab.cli.flags import AsJSON, flag
 from sagellm.server.cli.figures import figures_table
 
 if TYPE_CHECKING:
     from sagellm.core import TraceRequest
 
-app = new_app("Make traces of load, and show what is in one.")
+app = new_app("Make traces of load, say what is in one, and convert it.")
+
+FORMATS = ("sagellm", "mooncake", "azure")
+DEFAULT_BLOCK_TOKENS = 16
 
 GENERATE_FLAGS = (
     flag("num_requests", int, "INT", "Requests. [default: 100]"),
@@ -75,15 +82,24 @@ def generate(
     typer.echo(f"{path}: {_sentence(requests)}")
 
 
+Reader = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The trace's reader; else the file shows its format.",
+        autocompletion=complete_providers("trace_reader"),
+    ),
+]
+Source = Annotated[Path, typer.Argument(metavar="TRACE", help="The trace to read.")]
+Target = Annotated[Path, typer.Argument(metavar="FILE", help="The trace to write.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", "--force", help="Overwrite FILE if it exists, without asking.")
+]
+
+
+@app.command(name="show", hidden=True)  # what `info` was named in 0.2
 @app.command()
-def show(
-    path: Annotated[Path, typer.Argument(metavar="TRACE", help="The trace to read.")],
-    *,
-    reader: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The trace's reader; else the file shows its format.")
-    ] = None,
-    as_json: AsJSON = False,
-) -> None:
+def info(path: Source, *, reader: Reader = None, as_json: AsJSON = False) -> None:
     """Say what is in a trace."""
     from sagellm.lab.traces import read_trace
 
@@ -94,12 +110,104 @@ def show(
         typer.echo(figures_table(figures))
 
 
+@app.command()
+def convert(
+    source: Source,
+    path: Target,
+    *,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="sagellm, mooncake or azure. [default: azure for .csv, else sagellm]",
+            autocompletion=lambda incomplete: [name for name in FORMATS if name.startswith(incomplete)],
+        ),
+    ] = None,
+    reader: Reader = None,
+    overwrite: Overwrite = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Write a trace in another format: ours, Mooncake's lines or Azure's CSV.
+
+    What the other format has no field for is lost. Requests without a prompt or an output are left out.
+    """
+    from sagellm.lab.traces import read_trace, write_trace
+    from sagellm.lab.traces.other_formats import write_azure, write_mooncake
+
+    writers: dict[str, Callable[[Path, Iterable[TraceRequest]], None]] = {
+        "sagellm": write_trace,
+        "mooncake": write_mooncake,
+        "azure": write_azure,
+    }
+    chosen = to or ("azure" if ".csv" in path.suffixes else "sagellm")
+    if chosen not in writers:
+        raise ConfigError(
+            f"--to is {chosen!r}; it must be one of {', '.join(FORMATS)}.{nearest(chosen, FORMATS)}"
+        )
+    check_targets(path, overwrite=overwrite, source=source)
+    requests = read_trace(source, name=reader)
+    with progress_bar("converting", total=len(requests), unit="requests") as advance:
+        writers[chosen](path, _counted(requests, advance))
+    _say_written(path, requests, chosen, as_json=as_json)
+
+
+@app.command()
+def anonymize(
+    source: Source,
+    path: Target,
+    *,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="INT", min=1, help="Tokens in a block. [default: the trace's own, else 16]"),
+    ] = None,
+    reader: Reader = None,
+    overwrite: Overwrite = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Replace the tokens of a trace by salted hashes of blocks, and names of tenants and conversations.
+
+    The result replays as the original does, in our format. The salt is kept nowhere.
+    """
+    from sagellm.lab.traces import read_trace
+    from sagellm.lab.traces.sagellm import write_anonymous
+
+    check_targets(path, overwrite=overwrite, source=source)
+    requests = read_trace(source, name=reader)
+    size = block_tokens or max(one.block_tokens for one in requests) or DEFAULT_BLOCK_TOKENS
+    with progress_bar("anonymizing", total=len(requests), unit="requests") as advance:
+        write_anonymous(path, _counted(requests, advance), size, {"made_by": "sage llm trace anonymize"})
+    _say_written(path, requests, "sagellm", as_json=as_json)
+
+
+def _counted(requests: list[TraceRequest], advance: Advance) -> Iterator[TraceRequest]:
+    for one in requests:
+        yield one
+        advance(1)
+
+
+def _say_written(path: Path, requests: list[TraceRequest], name: str, *, as_json: bool) -> None:
+    written = {
+        "path": str(path),
+        "format": name,
+        "num_requests": len(requests),
+        "num_bytes": path.stat().st_size,
+    }
+    if as_json:
+        print_json(written)
+    else:
+        typer.echo(f"{path}: {len(requests):,} requests, {format_bytes(path.stat().st_size)}, {name}")
+
+
 def figures_of_trace(requests: list[TraceRequest]) -> dict[str, Any]:
     """Return the figures of a trace."""
     prompts = [float(one.num_prompt_tokens) for one in requests]
     outputs = [float(one.num_output_tokens) for one in requests]
     first = requests[0]
-    content = "token ids" if len(first.token_ids) else "blocks" if first.block_ids else "lengths alone"
+    content = "blocks" if first.block_ids else "token ids" if len(first.token_ids) else "lengths alone"
+    reasons = Counter(one.finish_reason for one in requests if one.finish_reason)
+    cached = [one for one in requests if one.num_cached_tokens is not None]
+    ttfts = [1e3 * one.ttft_s for one in requests if one.ttft_s is not None]
     return {
         "num_requests": len(requests),
         "duration_s": requests[-1].arrival_s - first.arrival_s,
@@ -113,7 +221,18 @@ def figures_of_trace(requests: list[TraceRequest]) -> dict[str, Any]:
         "block_tokens": first.block_tokens or None,
         "num_tenants": len({one.tenant for one in requests}),
         "num_conversations": len({one.conversation for one in requests if one.conversation}) or None,
+        "num_later_turns": sum((one.turn or 1) > 1 for one in requests) if first.turn else None,
+        "finish_reasons": ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common()) or None,
+        "cached_prompt_tokens": _share(cached),
+        "ttft_ms_p50": percentile(ttfts, 50) if ttfts else None,
+        "ttft_ms_p99": percentile(ttfts, 99) if ttfts else None,
     }
+
+
+def _share(requests: list[TraceRequest]) -> float | None:
+    """Return the share of prompt tokens that was cached where the trace was recorded."""
+    num_tokens = sum(one.num_prompt_tokens for one in requests)
+    return sum(one.num_cached_tokens or 0 for one in requests) / num_tokens if num_tokens else None
 
 
 def _sentence(requests: list[TraceRequest]) -> str:

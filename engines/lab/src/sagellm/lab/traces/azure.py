@@ -10,7 +10,8 @@ from typing import IO
 from sagellm.core import InvalidInputError, Tokenize, TraceReaderProtocol, TraceRequest
 from sagellm.lab.traces.lines import count_of_tokens
 
-_HEAD = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+HEAD = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+"""The columns."""
 
 
 class AzureTraceReader(TraceReaderProtocol):
@@ -22,16 +23,16 @@ class AzureTraceReader(TraceReaderProtocol):
     def can_read(self, name: str, first_line: str) -> bool:
         """Recognize the format by its header."""
         del name
-        return tuple(first_line.strip().split(",")) == _HEAD
+        return tuple(first_line.strip().split(",")) == HEAD
 
     def read(self, lines: IO[str]) -> Iterator[TraceRequest]:
         """Yield the rows."""
         for line, row in enumerate(csv.DictReader(iter(lines.readline, "")), 2):
-            when, num_prompt, num_output = (row.get(name) for name in _HEAD)
+            when, num_prompt, num_output = (row.get(name) for name in HEAD)
             yield TraceRequest(
                 _seconds(when or "", line),
-                count_of_tokens(num_prompt, _HEAD[1], line),
-                count_of_tokens(num_output, _HEAD[2], line),
+                count_of_tokens(num_prompt, HEAD[1], line),
+                count_of_tokens(num_output, HEAD[2], line),
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast, get_args
 
@@ -17,8 +18,9 @@ from sagellm.core import (
     TraceRequest,
     pack,
 )
-from sagellm.engines.recording.trace_rows import FORMAT, VERSION, head_of, row_of
+from sagellm.engines.recording.trace_rows import FORMAT, RECORDING, VERSION, head_of, row_of
 from sagellm.lab.files import write_json_lines
+from sagellm.lab.traces.anonymous import AnonymousRows
 from sagellm.lab.traces.lines import (
     check_covered,
     count_of_tokens,
@@ -52,7 +54,7 @@ class SageLLMTraceReader(TraceReaderProtocol):
         if (head.get("format"), head.get("version")) != (FORMAT, VERSION):
             raise InvalidInputError(f"line {line}: the head is not {FORMAT} of version {VERSION}")
         block_tokens = count_of_tokens(head.get("block_tokens", 0), "block_tokens", line)
-        stand_ins = StandIns(block_tokens)
+        stand_ins = StandIns(block_tokens) if RECORDING in head else None
         for line, row in rows:
             if "format" in row:
                 _check_same_recording(head, row, line)
@@ -65,27 +67,45 @@ def write_trace(
 ) -> None:
     """Write a trace, compressed if the name ends with .xz, .gz or .bz2; the header includes `about`.
 
-    Raises ConfigError if the file cannot be written, InvalidInputError if requests have blocks of
-    different sizes.
+    Blocks that were recorded get new names. Raises ConfigError if the file cannot be written,
+    InvalidInputError if requests have blocks of different sizes.
     """
     path, rows = Path(path), list(requests)
     sizes = {one.block_tokens for one in rows if one.block_ids}
     if len(sizes) > 1:
         raise InvalidInputError(f"a trace has blocks of one size, not of {sorted(sizes)} tokens")
+    if any(one.block_ids and len(one.token_ids) for one in rows):
+        write_anonymous(path, rows, max(sizes), about)
+        return
     head = head_of(max(sizes, default=0), about or {})
     write_json_lines(path, (head, *map(row_of, rows)), "trace", is_packed=True)
 
 
+def write_anonymous(
+    path: Path,
+    requests: Iterable[TraceRequest],
+    block_tokens: int,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a trace without tokens: blocks, tenants and conversations have salted names, as recorded ones do.
+
+    Raises ConfigError if the file cannot be written.
+    """
+    head = head_of(block_tokens, {RECORDING: os.urandom(8).hex(), **(about or {})})
+    names = AnonymousRows(block_tokens)
+    write_json_lines(path, chain([head], map(names.row, requests)), "trace", is_packed=True)
+
+
 def _check_same_recording(head: dict[str, Any], other: dict[str, Any], line: int) -> None:
-    names = ("format", "version", "block_tokens", "recording")
-    if "recording" not in head or any(head.get(name) != other.get(name) for name in names):
+    names = ("format", "version", "block_tokens", RECORDING)
+    if RECORDING not in head or any(head.get(name) != other.get(name) for name in names):
         raise InvalidInputError(
-            f"line {line}: another trace begins here; its times and blocks are not those of the first, so read "
-            "each by itself"
+            f"line {line}: another trace begins here; its times and blocks are not those of the first, so "
+            "read each by itself"
         )
 
 
-def _request(row: dict[str, Any], block_tokens: int, stand_ins: StandIns, line: int) -> TraceRequest:
+def _request(row: dict[str, Any], block_tokens: int, stand_ins: StandIns | None, line: int) -> TraceRequest:
     token_ids = _tokens(row, "token_ids", line)
     output_token_ids = _tokens(row, "output_token_ids", line)
     num_prompt_tokens = len(token_ids) if "token_ids" in row else row.get("num_prompt_tokens")
@@ -96,7 +116,7 @@ def _request(row: dict[str, Any], block_tokens: int, stand_ins: StandIns, line: 
     num_prompt_tokens = count_of_tokens(num_prompt_tokens, "num_prompt_tokens", line)
     num_output_tokens = count_of_tokens(row.get("num_output_tokens"), "num_output_tokens", line)
     check_covered(num_prompt_tokens, len(block_ids), block_tokens, "block_ids", line)
-    if block_ids and not len(token_ids) and ("agrees" in row or output_block_ids):
+    if stand_ins is not None and block_ids and not len(token_ids):
         token_ids, output_token_ids = stand_ins.of(
             block_ids,
             output_block_ids,

@@ -14,9 +14,10 @@ class EngineGroup(LazyGroup):
     table = {  # noqa: RUF012  (typed in the base)
         "start": Entry(f"{_HERE}.start:app", "Serve a model in the background."),
         "status": Entry(f"{_HERE}.status:app", "Show the engines that run."),
+        "record": Entry(f"{_HERE}.record:app", "Record what an engine serves, as a trace."),
         "stop": Entry(f"{_HERE}.stop:app", "End an engine."),
     }
     synonyms = dict.fromkeys(("list", "ls", "ps", "show"), "status")
 
 
-app = new_app("Start, show and stop engines.", EngineGroup)
+app = new_app("Start, show, record and stop engines.", EngineGroup)
