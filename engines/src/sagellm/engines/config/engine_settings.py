@@ -105,6 +105,17 @@ class EngineSettings(TypedDict, total=False):
     profile: bool
     """when the engine ends, print on standard error where the time of its steps went, by operation, and how
     close each came to the machine's limits"""
+    record: str | None
+    """file that gets a line for each finished request: salted hashes of its blocks, lengths and times, no
+    text; one that exists is kept as FILE.1"""
+    record_text: bool
+    """record the tokens of prompts and answers too, which are their text"""
+    record_folder: str | None
+    """folder of `engine record start`; null: sagellm/recordings among the user's data"""
+    record_max_file_size: str
+    """bytes after which the file is renamed FILE.1, as in 256MiB"""
+    record_max_files: int
+    """most files of one name; the oldest is removed for a new one"""
     topology: str | Mapping[str, Any] | ProviderSpec
     """topology reader by name: finds out what this machine has"""
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect, insort
-from collections import OrderedDict
 from hashlib import blake2b
 from typing import NamedTuple
 
 from sagellm.core import Namespace
 
 _TOKEN_BYTES = 4
-_UNUSED_BITS = 11  # of 64: JSON's numbers are exact up to 53 bits
+_ID_BITS = 53  # up to which JSON's numbers are exact
 _MAX_REMEMBERED = 1 << 16
 
 
 class Names(NamedTuple):
     """What is written about the tokens of one request."""
 
-    block_ids: tuple[int, ...]  # of the prompt, the last block perhaps partial
-    output_block_ids: tuple[int, ...]  # behind the prompt's whole blocks, the last one perhaps partial
+    block_ids: list[int]  # of the prompt, the last block perhaps partial
+    output_block_ids: list[int]  # behind the prompt's whole blocks, the last one perhaps partial
     agreement: tuple[int, int, int] | None  # place, id of another block, tokens that both begin with
     conversation: int
     turn: int  # from 1
@@ -30,93 +29,82 @@ class BlockNames:
     A prefix cache also reuses parts of blocks, of which ids say nothing. So the first block that was not seen
     before is compared with those seen at the same place, and the agreement is written beside the ids. A
     prompt that begins with all that a cache kept of an earlier request, its answer included, is the next turn
-    of its conversation. The last 65,536 blocks are remembered, with their tokens; nothing else is kept.
+    of its conversation. Up to 65,536 blocks are remembered, with their tokens; then it forgets them all.
     """
 
     def __init__(self, salt: bytes, block_tokens: int) -> None:
-        self._salt = salt
-        self._block_bytes = block_tokens * _TOKEN_BYTES
-        self._children: OrderedDict[int, list[tuple[bytes, int]]] = OrderedDict()  # by parent, sorted
-        self._parent_of: dict[int, int] = {}
-        self._turns: OrderedDict[int, tuple[int, int]] = OrderedDict()  # last block of a sequence → its turn
+        self._salted = blake2b(key=salt, digest_size=8)
+        self._block_tokens = block_tokens
+        self._roots: dict[Namespace, int] = {}
+        self._ids: dict[tuple[int, bytes], int] = {}  # by parent and tokens
+        self._children: dict[int, list[tuple[bytes, int]]] = {}  # by parent, sorted
+        self._turns: dict[int, tuple[int, int]] = {}  # by the last block of a sequence
         self._num_conversations = 0
 
     def name(self, namespace: Namespace, tokens: bytes, num_prompt_tokens: int) -> Names:
         """Name the blocks of the packed tokens of a prompt and the output behind it that a cache keeps."""
-        size, num_prompt_bytes = self._block_bytes, num_prompt_tokens * _TOKEN_BYTES
-        state = blake2b(key=self._salt, digest_size=8)
-        for part in namespace:
-            encoded = part.encode(errors="surrogatepass")
-            state.update(len(encoded).to_bytes(8, "little") + encoded)
-        root = _number(state)
-        chunks = [tokens[start : start + size] for start in range(0, len(tokens), size)]
-        ids = []
-        num_whole = num_prompt_bytes // size
-        tail_id: tuple[int, ...] = ()
-        for place, chunk in enumerate(chunks):
-            if place == num_whole and num_prompt_bytes % size:
-                tail = state.copy()
-                tail.update(chunk[: num_prompt_bytes % size])
-                tail_id = (_number(tail),)
-            state.update(chunk)
-            ids.append(_number(state))
-        agreement, ended = self._remember(root, ids, chunks, num_prompt_tokens)
-        has_output = len(tokens) > num_prompt_bytes
-        conversation, turn = self._turn_of(ended, ids[-1] if has_output else None)
-        output_ids = tuple(ids[num_whole:]) if has_output else ()
-        return Names((*ids[:num_whole], *tail_id), output_ids, agreement, conversation, turn)
-
-    def _remember(
-        self, root: int, ids: list[int], chunks: list[bytes], num_prompt_tokens: int
-    ) -> tuple[tuple[int, int, int] | None, int | None]:
-        """Remember new blocks. Return the agreement of the first, and the block that ends the earlier turn.
-
-        The agreement is None if all blocks are known, or if nothing else begins as the first new one does.
-        The earlier turn is the longest sequence that all of the prompt begins with.
-        """
-        parent, agreement, ended = root, None, None
-        is_new = False
-        block_tokens = self._block_bytes // _TOKEN_BYTES
-        for place, (block_id, chunk) in enumerate(zip(ids, chunks, strict=True)):
-            if self._parent_of.get(block_id) == parent:
-                self._children.move_to_end(parent)  # forgotten last
-                if block_id in self._turns and (place + 1) * block_tokens <= num_prompt_tokens:
-                    ended = block_id
-            else:
-                siblings = self._children.setdefault(parent, [])
-                self._children.move_to_end(parent)
-                if not is_new:
-                    agreement, whole_id = _agreement(place, chunk, siblings)
-                    is_new = True
-                    if agreement is not None and whole_id in self._turns:
-                        is_in_prompt = place * block_tokens + agreement[2] <= num_prompt_tokens
-                        ended = whole_id if is_in_prompt else ended
-                insort(siblings, (chunk, block_id))
-                self._parent_of[block_id] = parent
+        if len(self._ids) > _MAX_REMEMBERED:
+            for each in (self._roots, self._ids, self._children, self._turns):
+                each.clear()
+        size, end = self._block_tokens * _TOKEN_BYTES, num_prompt_tokens * _TOKEN_BYTES
+        num_whole, tail = divmod(end, size)
+        parent = self._root(namespace)
+        ids: list[int] = []
+        prompt_ids: list[int] = []
+        agreement: tuple[int, int, int] | None = None
+        earlier: int | None = None  # the block that ends the turn before
+        is_known = True
+        for start in range(0, len(tokens), size):
+            chunk = tokens[start : start + size]
+            if tail and len(ids) == num_whole:
+                prompt_ids = [*ids, self._hash(parent, chunk[:tail])]
+            block_id = self._ids.get((parent, chunk)) if is_known else None
+            if block_id is None:
+                block_id = self._hash(parent, chunk)
+                if is_known:
+                    is_known = False
+                    agreement, whole_id = _agreement(len(ids), chunk, self._children.get(parent, []))
+                    if agreement is not None and start + agreement[2] * _TOKEN_BYTES <= end:
+                        earlier = whole_id if whole_id in self._turns else earlier
+                self._ids[parent, chunk] = block_id
+                if (siblings := self._children.get(parent)) is None:
+                    self._children[parent] = [(chunk, block_id)]
+                else:
+                    insort(siblings, (chunk, block_id))
+            elif block_id in self._turns and start + len(chunk) <= end:
+                earlier = block_id
+            ids.append(block_id)
             parent = block_id
-        while len(self._parent_of) > _MAX_REMEMBERED:
-            _, forgotten = self._children.popitem(last=False)
-            for _, block_id in forgotten:
-                del self._parent_of[block_id]
-        return agreement, ended
+        has_output = len(tokens) > end
+        turn = self._turn_of(earlier, parent if has_output else None)
+        output_ids = ids[num_whole:] if has_output else []
+        return Names(prompt_ids or ids[:num_whole], output_ids, agreement, *turn)
 
-    def _turn_of(self, ended: int | None, last_id: int | None) -> tuple[int, int]:
-        """Return conversation and turn of a sequence, given the earlier one that it begins with."""
-        if ended is None:
+    def _root(self, namespace: Namespace) -> int:
+        """Return what stands for the parent of first blocks."""
+        root = self._roots.get(namespace)
+        if root is None:
+            parts = (each.encode(errors="surrogatepass") for each in namespace)
+            text = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+            root = self._roots[namespace] = self._hash(1 << _ID_BITS, text)
+        return root
+
+    def _hash(self, parent: int, data: bytes) -> int:
+        state = self._salted.copy()
+        state.update(parent.to_bytes(8, "little") + data)
+        return int.from_bytes(state.digest(), "little") >> (64 - _ID_BITS)
+
+    def _turn_of(self, earlier: int | None, last_id: int | None) -> tuple[int, int]:
+        """Return conversation and turn of a sequence, given the end of the turn before and its own."""
+        if earlier is None:
             self._num_conversations += 1
             found = self._num_conversations, 1
         else:
-            conversation, turn = self._turns[ended]
+            conversation, turn = self._turns[earlier]
             found = conversation, turn + 1
-        if last_id is not None and last_id != ended:
+        if last_id is not None:
             self._turns.setdefault(last_id, found)
-            while len(self._turns) > _MAX_REMEMBERED:
-                self._turns.popitem(last=False)
         return found
-
-
-def _number(state: blake2b) -> int:
-    return int.from_bytes(state.copy().digest(), "little") >> _UNUSED_BITS
 
 
 def _agreement(

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from sagellm.core import (
-    EMPTY,
     Clock,
     ConfigError,
     FinishReason,
     Request,
     TokenIds,
-    TraceRequest,
     get_logger,
 )
 from sagellm.core.plugins.failure import contained, described
@@ -28,7 +26,7 @@ from sagellm.engines.config.sections import RecordingConfig
 from sagellm.engines.recording.block_names import BlockNames
 from sagellm.engines.recording.pseudonyms import Pseudonyms
 from sagellm.engines.recording.rotating_file import RotatingFile
-from sagellm.engines.recording.trace_rows import RECORDING, head_of, row_of
+from sagellm.engines.recording.trace_rows import RECORDING, Row, head_of
 from sagellm.engines.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ _PARAMS = (
 
 _DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
 _MAX_QUEUED, _MAX_QUEUED_TOKENS = 1 << 14, 1 << 23
-_TURN_S = 0.1
+_TURN_S = 0.5
 _CLOSE_S = 10.0
 _MISTAKES = {
     getattr(errno, name)
@@ -161,6 +159,7 @@ class _Recording:
         self._names = BlockNames(salt, block_tokens)
         self._block_tokens = block_tokens
         self._pseudonyms = Pseudonyms(salt)
+        self._last_params: tuple[SamplingParams | None, dict[str, float]] = None, {}
         self._queue: deque[_Ended] = deque()
         self._num_put_tokens = self._num_got_tokens = 0  # each is changed by one thread
         self._num_recorded = self._num_dropped = 0
@@ -243,7 +242,6 @@ class _Recording:
             self._num_got_tokens += len(ended.token_ids)
             self._file.write(_line(self._row(ended)))
             self._num_recorded += 1
-            time.sleep(0)  # a step that waits for the interpreter comes first
 
     def _fail(self, error: BaseException) -> None:
         self.is_open = False
@@ -257,40 +255,46 @@ class _Recording:
             self._failure,
         )
 
-    def _row(self, ended: _Ended) -> dict[str, object]:
+    def _row(self, ended: _Ended) -> Row:
         request = ended.request
         num_prompt_tokens, num_tokens = len(request.token_ids), len(ended.token_ids)
-        num_output_tokens = num_tokens - num_prompt_tokens
         kept = ended.token_ids.data[: 4 * max(num_prompt_tokens, num_tokens - 1)]  # the last has no KV
         names = self._names.name(request.namespace, kept, num_prompt_tokens)
-        has_text = self._settings.has_text
         first_ns = ended.first_token_ns
-        recorded = TraceRequest(
-            (request.arrival_ns - self._start_ns) / 1e9,
-            num_prompt_tokens,
-            num_output_tokens,
-            () if has_text else names.block_ids,
-            0 if has_text else self._block_tokens,
-            request.token_ids if has_text else EMPTY,
+        row = Row(
+            arrival_s=_seconds(request.arrival_ns - self._start_ns),
+            num_output_tokens=num_tokens - num_prompt_tokens,
             tenant=self._pseudonyms.of(request.tenant.name),
             conversation=str(names.conversation),
+            turn=names.turn,
             priority=request.priority,
             max_tokens=request.max_tokens,
-            params=_params(ended.params),
-            turn=names.turn,
+            params=self._params_of(ended.params) or None,
             finish_reason=ended.finish_reason,
-            output_token_ids=ended.token_ids[num_prompt_tokens:] if has_text else EMPTY,
-            output_block_ids=() if has_text else names.output_block_ids,
             num_cached_tokens=ended.num_cached_tokens,
-            ttft_s=None if first_ns is None else (first_ns - request.arrival_ns) / 1e9,
-            total_s=(ended.finished_ns - request.arrival_ns) / 1e9,
+            ttft_s=None if first_ns is None else _seconds(first_ns - request.arrival_ns),
+            total_s=_seconds(ended.finished_ns - request.arrival_ns),
         )
-        return row_of(recorded, None if has_text else names.agreement)
+        if self._settings.has_text:
+            row.token_ids = request.token_ids.tolist()
+            row.output_token_ids = ended.token_ids[num_prompt_tokens:].tolist() or None
+        else:
+            row.num_prompt_tokens = num_prompt_tokens
+            row.block_ids = names.block_ids
+            row.output_block_ids = names.output_block_ids or None
+            row.agrees = names.agreement
+        return row
+
+    def _params_of(self, params: SamplingParams) -> dict[str, float]:
+        """Return the parameters that are not the default; those of one client are often the same object."""
+        if params is not self._last_params[0]:
+            given = ((name, getattr(params, name)) for name in _PARAMS)
+            self._last_params = params, {name: value for name, value in given if value != _DEFAULTS[name]}
+        return self._last_params[1]
 
 
-def _params(params: SamplingParams) -> dict[str, float]:
-    given = ((name, getattr(params, name)) for name in _PARAMS)
-    return {name: value for name, value in given if value != _DEFAULTS[name]}
+def _seconds(nanoseconds: int) -> float:
+    return round(nanoseconds / 1e9, 6)
 
 
 def _line(row: object) -> bytes:

@@ -159,6 +159,7 @@ class ServerMetrics(Collector):
             "eviction_policy": policy_failure,
             "scheduler_pass": len(pass_failures(engine)),
             "draft_proposer": bool(getattr(engine.modules.get("speculation"), "failure", "")),
+            "recorder": bool(getattr(engine.modules.get("recorder"), "failure", "")),
         }
         gauge, counter = self._gauge, self._counter
         yield gauge("engine_up", "1 while /health says 200, else 0", self._is_up)
@@ -179,7 +180,8 @@ class ServerMetrics(Collector):
         yield from self._speculation()
         yield from self._passes()
         yield from self._structured()
-        told = "policies, passes and draft proposers that failed; the engine goes on without them"
+        yield from self._recording()
+        told = "policies, passes, draft proposers and recorders that failed; the engine goes on without them"
         yield gauge("failed_modules", told, failed, "kind")
         yield from self._of_tenants()
         for name in (*_HISTOGRAMS, *_ALIASES):
@@ -226,6 +228,16 @@ class ServerMetrics(Collector):
         yield self._counter("structured_output_requests", told, kinds, "kind")
         for name, (field, divisor, text) in _GRAMMAR_COUNTERS.items():
             yield self._counter(name, text, read(grammar, field) / divisor)
+
+    def _recording(self) -> Iterable[Metric]:
+        """Yield what was recorded since the recording began."""
+        recorder = self._engine.modules.get("recorder")
+        is_recording = read(recorder, "is_recording")
+        yield self._gauge("recording", "1 while finished requests are recorded, else 0", is_recording)
+        told = "requests that are in the recording"
+        yield self._counter("recorded_requests", told, read(recorder, "num_recorded"))
+        told = "requests that the recording lacks, as it could not keep up or failed"
+        yield self._counter("recording_dropped_requests", told, read(recorder, "num_dropped"))
 
     def _of_tenants(self) -> Iterable[Metric]:
         """Yield what each tenant has and gets; labels are the operator's names, or hashes."""
