@@ -1,8 +1,9 @@
 """What recording costs, and whether the recording is true: `python benchmarks/recording.py [MODEL]`.
 
 A server of the embedded model, or of MODEL, is recorded every other round, by `record start` and `stop`,
-while clients send completions as fast as they are answered. Printed: throughput and CPU time of the core's process
-for each request with and without recording, round by round in pairs, and requests that the recordings lack.
+while clients send completions as fast as they are answered. Printed: throughput and CPU time of the core's
+process for each request with and without recording, round by round in pairs, and how many requests the
+recordings have.
 
 Then the embedded model chats with clients of `record_chat.py`, few at once, in a cache too small for all of
 it. The recording is replayed as `simulate --cache-only` does, with the same blocks, capacity and policy.

@@ -41,8 +41,8 @@ class AnonymousRows:
         names = self._names.name(Namespace(request.tenant), tokens.data, num_prompt_tokens)
         named = replace(
             public,
-            block_ids=names.block_ids,
+            block_ids=tuple(names.block_ids),
             block_tokens=self._block_tokens,
-            output_block_ids=names.output_block_ids,
+            output_block_ids=tuple(names.output_block_ids),
         )
         return row_of(named, names.agreement)
