@@ -29,6 +29,12 @@ app = new_app("Make traces of load, say what is in one, and convert it.")
 FORMATS = ("sagellm", "mooncake", "azure")
 DEFAULT_BLOCK_TOKENS = 16
 
+
+def complete_format(incomplete: str) -> list[str]:
+    """Complete the name of a format that is written."""
+    return [name for name in FORMATS if name.startswith(incomplete)]
+
+
 GENERATE_FLAGS = (
     flag("num_requests", int, "INT", "Requests. [default: 100]"),
     flag("turns", str, "LENGTHS", "Turns of a conversation; 1 makes single-turn requests. [default: 5]"),
@@ -121,7 +127,7 @@ def convert(
             "--to",
             metavar="FORMAT",
             help="sagellm, mooncake or azure. [default: azure for .csv, else sagellm]",
-            autocompletion=lambda incomplete: [name for name in FORMATS if name.startswith(incomplete)],
+            autocompletion=complete_format,
         ),
     ] = None,
     reader: Reader = None,
