@@ -15,7 +15,7 @@ def test_engine_metrics_are_a_snapshot_with_every_module(make_engine):
     assert set(after.modules) == {
         *("attention_backend", "eviction_policy", "forward_backend", "grammar", "kv_pool"),
         *("lifetime_predictor", "logits_processor", "model_family", "prefix_cache", "quantizer"),
-        *("scheduler", "scheduler_pass", "batching", "step_cost", "work"),
+        *("recorder", "scheduler", "scheduler_pass", "batching", "step_cost", "work"),
     }
     for kind in ("attention_backend", "forward_backend", "scheduler"):
         assert before.modules[kind].num_steps == 0 < after.modules[kind].num_steps

@@ -12,8 +12,9 @@ import pytest
 
 from sagellm.core import ConfigError, InvalidInputError, Namespace, Tenant
 from sagellm.engines import SamplingParams
-from sagellm.engines.recording import recorder as recording
-from sagellm.engines.recording.opening import RecorderAdmin
+from sagellm.engines.recording import recording
+from sagellm.engines.recording.recorder import Recorder
+from sagellm.engines.recording.recorder_admin import RecorderAdmin
 from sagellm.testing.patience import PATIENCE_S
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -46,7 +47,7 @@ def rows(path) -> list[dict]:
     return found
 
 
-def recorder_of(engine) -> recording.Recorder:
+def recorder_of(engine) -> Recorder:
     return engine.client.core.parts.recorder
 
 

@@ -6,17 +6,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import finalize
 
 from sagellm.core import (
     WHOLE,
     AttentionBackendProtocol,
     AttentionMetrics,
-    CheckpointError,
     ConfigError,
     EngineProtocol,
-    InvalidRequestError,
     KVLayout,
     ModelGeometry,
     ModelSpec,
@@ -39,12 +37,11 @@ from sagellm.engines.forward.free_cores import FreeCores
 from sagellm.engines.grammar.making import make_grammar
 from sagellm.engines.loading.device_and_dtype import device_name
 from sagellm.engines.loading.fingerprint import fingerprint_of
-from sagellm.engines.loading.generation_defaults import NAMES_IN_FILE, GenerationDefaults
 from sagellm.engines.loading.load import open_model
 from sagellm.engines.loading.source import resolve_tokenizer
 from sagellm.engines.loading.tokenizer import open_tokenizer
 from sagellm.engines.modules import Modules as Modules, engine, logits_processors
-from sagellm.engines.recording.opening import open_recorder
+from sagellm.engines.recording.recorder import Recorder
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.engines.step_trace import count_work, open_step_trace
 from sagellm.engines.worker.building import build_worker
@@ -119,12 +116,12 @@ def load_core(config: EngineConfig, *, registry: PluginRegistry, runtime: Runtim
     modules = Modules(registry, config)
     read_tiers(modules)  # so that errors are found before loading
     trace = open_step_trace(config, runtime.clock)
-    recorder = open_recorder(config.recording, runtime.clock, config.kv.block_size)
+    recorder = Recorder.opened(config.recording, runtime.clock, config.kv.block_size)
     quantizer = modules.make_optional("quantizer", config.model.quantization)
     sparsifier = modules.make_optional("sparsifier", config.model.sparsity)
     opened = open_model(config.model, registry)
     geometry, spec = opened.spec.geometry, opened.spec
-    default_params = _default_params(opened.generation)
+    default_params = opened.generation.checked_params()
     kv_dtype = opened.dtype_name if config.kv.dtype == "auto" else config.kv.dtype
     layout = _layout(spec, kv_dtype, config.kv.block_size)
     max_model_len, reason = _max_model_len(config, geometry)
@@ -287,16 +284,6 @@ def _extra_features(config: EngineConfig, dtype_name: str, kv_dtype: str) -> set
         wanted.add("batch_invariant")
     is_default = config.forward.attention == type(config.forward)().attention
     return wanted if is_default else wanted | {"attention_backends"}
-
-
-def _default_params(generation: GenerationDefaults) -> dict[str, Any]:
-    """Return the default request parameters: the checkpoint's settings, ours where it has none."""
-    try:
-        SamplingParams(**generation.params)
-    except InvalidRequestError as error:
-        name, _, told = str(error).partition(" ")
-        raise CheckpointError(f"generation_config.json: {NAMES_IN_FILE.get(name, name)} {told}") from error
-    return generation.params
 
 
 def _max_model_len(config: EngineConfig, geometry: ModelGeometry) -> tuple[int, str]:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from sagellm.core import CheckpointError, HFConfig, ModelGeometry, get_logger
+from sagellm.core import CheckpointError, HFConfig, InvalidRequestError, ModelGeometry, get_logger
 from sagellm.engines.config.shown import shown
+from sagellm.engines.sampling.params import SamplingParams
 
 logger = get_logger(__name__)
 
@@ -97,6 +98,15 @@ class GenerationDefaults:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         del values["eos_token_ids"]
         return {name: value for name, value in values.items() if value not in (None, ())}
+
+    def checked_params(self) -> dict[str, Any]:
+        """Return `params`. Raises CheckpointError for a value that a request must not have."""
+        try:
+            SamplingParams(**self.params)
+        except InvalidRequestError as error:
+            name, _, told = str(error).partition(" ")
+            raise CheckpointError(f"{_FILE}: {NAMES_IN_FILE.get(name, name)} {told}") from error
+        return self.params
 
 
 def _eos_token_ids(generation_config: Mapping[str, Any], config: HFConfig) -> frozenset[int]:

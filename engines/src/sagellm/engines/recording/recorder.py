@@ -1,61 +1,18 @@
-"""Writes a line of a trace for each finished request, on a thread of its own."""
+"""Records finished requests while it is asked to; what that takes is imported then."""
 
 from __future__ import annotations
 
-import errno
-import os
-import threading
-import time
-from collections import deque
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Self
 
-import msgspec
-
-from sagellm.core import (
-    Clock,
-    ConfigError,
-    FinishReason,
-    Request,
-    TokenIds,
-    get_logger,
-)
-from sagellm.core.plugins.failure import contained, described
+from sagellm.core import Clock, ConfigError, FinishReason
 from sagellm.engines.config.sections import RecordingConfig
-from sagellm.engines.recording.block_names import BlockNames
-from sagellm.engines.recording.pseudonyms import Pseudonyms
-from sagellm.engines.recording.rotating_file import RotatingFile
-from sagellm.engines.recording.trace_rows import RECORDING, Row, head_of
-from sagellm.engines.sampling.params import SamplingParams
+from sagellm.engines.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from sagellm.engines.engine_core.sequence import Sequence
-
-logger = get_logger(__name__)
-
-_PARAMS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
-)
-"""Parameters that are numbers: none of them holds text or tokens."""
-
-_DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
-_MAX_QUEUED, _MAX_QUEUED_TOKENS = 1 << 14, 1 << 23
-_TURN_S = 0.5
-_CLOSE_S = 10.0
-_MISTAKES = {
-    getattr(errno, name)
-    for name in ("ENOENT", "ENOTDIR", "EISDIR", "EACCES", "EPERM", "EROFS", "ELOOP", "ENAMETOOLONG")
-}
-"""What opening a file fails with if its path is wrong, whatever the disk does."""
+    from sagellm.engines.recording.recording import Recording
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +38,6 @@ class RecorderMetrics:
     failure: str = ""  # why it ended by itself
 
 
-class _Ended(NamedTuple):
-    """A finished sequence: what the step thread hands over."""
-
-    request: Request
-    params: SamplingParams
-    token_ids: TokenIds  # prompt and output
-    finish_reason: FinishReason
-    num_cached_tokens: int | None
-    first_token_ns: int | None
-    finished_ns: int
-
-
 class Recorder:
     """Records into one file at a time, from `start` to `stop`.
 
@@ -103,13 +48,31 @@ class Recorder:
     def __init__(self, config: RecordingConfig, clock: Clock, block_tokens: int) -> None:
         self.config = config
         self._clock, self._block_tokens = clock, block_tokens
-        self._recording: _Recording | None = None
+        self._recording: Recording | None = None
 
-    def start(self, settings: RecordingSettings) -> RecorderMetrics:
+    @classmethod
+    def opened(cls, config: RecordingConfig, clock: Clock, block_tokens: int) -> Self:
+        """Make a recorder, which records if the configuration names a file. Raises ConfigError."""
+        recorder = cls(config, clock, block_tokens)
+        if config.file is not None:
+            recorder.start(Path(config.file), has_text=config.text)
+        elif config.text:
+            raise ConfigError("recording.text is true, and recording.file names no file to record to")
+        return recorder
+
+    def start(self, path: Path, *, has_text: bool) -> RecorderMetrics:
         """Begin to record. Raises ConfigError if it does already, or for a path that cannot be written."""
+        from sagellm.engines.recording.recording import Recording
+
         if self.is_recording:
             raise ConfigError(f"requests are being recorded to {self.metrics().path}; stop that first")
-        self._recording = _Recording(settings, self._clock, self._block_tokens)
+        settings = RecordingSettings(
+            path=path,
+            has_text=has_text,
+            max_bytes=parse_bytes(self.config.max_file_size, "recording.max_file_size"),
+            max_files=self.config.max_files,
+        )
+        self._recording = Recording(settings, self._clock, self._block_tokens)
         return self.metrics()
 
     def stop(self) -> RecorderMetrics:
@@ -132,170 +95,8 @@ class Recorder:
     def take(self, sequence: Sequence, reason: FinishReason, finished_ns: int) -> None:
         """Queue a sequence that has just ended."""
         if self._recording is not None:
-            self._recording.put(
-                _Ended(
-                    sequence.request,
-                    sequence.params,
-                    sequence.token_ids(),
-                    reason,
-                    sequence.num_cached_tokens,
-                    sequence.first_token_ns,
-                    finished_ns,
-                )
-            )
+            self._recording.put(sequence, reason, finished_ns)
 
     def metrics(self) -> RecorderMetrics:
         """Return what was recorded since the last start."""
         return RecorderMetrics() if self._recording is None else self._recording.metrics()
-
-
-class _Recording:
-    """One file, its queue and its thread."""
-
-    def __init__(self, settings: RecordingSettings, clock: Clock, block_tokens: int) -> None:
-        self._settings = settings
-        self._start_ns = clock.now_ns()
-        salt = os.urandom(32)
-        self._names = BlockNames(salt, block_tokens)
-        self._block_tokens = block_tokens
-        self._pseudonyms = Pseudonyms(salt)
-        self._last_params: tuple[SamplingParams | None, dict[str, float]] = None, {}
-        self._queue: deque[_Ended] = deque()
-        self._num_put_tokens = self._num_got_tokens = 0  # each is changed by one thread
-        self._num_recorded = self._num_dropped = 0
-        self._failure = ""
-        self._wanted = threading.Event()  # set: to end
-        about = {
-            "made_by": "sage llm serve --record",
-            RECORDING: os.urandom(8).hex(),
-            "recorded_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-        self._file = self._open(_line(head_of(block_tokens, about)))
-        self.is_open = not self._failure
-        if settings.has_text:
-            logger.warning(
-                "RECORDING TEXT: the tokens of every prompt and answer, of all users, are written to %s",
-                settings.path,
-            )
-        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
-        if self.is_open:
-            self._thread.start()
-
-    def put(self, ended: _Ended) -> None:
-        num_tokens = len(ended.token_ids)
-        num_queued_tokens = self._num_put_tokens - self._num_got_tokens
-        if not self.is_open or len(self._queue) >= _MAX_QUEUED or num_queued_tokens > _MAX_QUEUED_TOKENS:
-            self._num_dropped += 1
-            return
-        self._num_put_tokens += num_tokens
-        self._queue.append(ended)
-
-    def close(self) -> None:
-        if not self.is_open:
-            return
-        self._wanted.set()
-        self._thread.join(_CLOSE_S)
-        self.is_open = False
-
-    def metrics(self) -> RecorderMetrics:
-        return RecorderMetrics(
-            is_recording=self.is_open,
-            path=str(self._settings.path),
-            has_text=self._settings.has_text,
-            num_recorded=self._num_recorded,
-            num_dropped=self._num_dropped,
-            num_bytes=0 if self._file is None else self._file.num_bytes,
-            failure=self._failure,
-        )
-
-    def _open(self, head: bytes) -> RotatingFile | None:
-        settings = self._settings
-        try:
-            return RotatingFile(
-                settings.path, head, max_bytes=settings.max_bytes, max_files=settings.max_files
-            )
-        except OSError as error:
-            if error.errno in _MISTAKES:
-                raise ConfigError(
-                    f"requests cannot be recorded to {settings.path}: {error.strerror}; name another file"
-                ) from error
-            self._fail(error)
-            return None
-
-    def _run(self) -> None:
-        with contained() as failure:
-            is_last = False
-            while not is_last:
-                is_last = self._wanted.wait(_TURN_S)
-                self._write_queued()
-        if failure.error is not None:
-            self._num_dropped += 1  # the one that could not be written
-            self._fail(failure.error)
-        if self._file is not None:
-            with contained():
-                self._file.close()
-
-    def _write_queued(self) -> None:
-        assert self._file is not None, "the thread runs only then"
-        while self._queue:
-            ended = self._queue.popleft()
-            self._num_got_tokens += len(ended.token_ids)
-            self._file.write(_line(self._row(ended)))
-            self._num_recorded += 1
-
-    def _fail(self, error: BaseException) -> None:
-        self.is_open = False
-        self._failure = error.strerror or str(error) if isinstance(error, OSError) else described(error)
-        self._num_dropped += len(self._queue)
-        self._queue.clear()
-        logger.error(
-            "the recording ended with %d requests: %s cannot be written: %s; serving goes on",
-            self._num_recorded,
-            self._settings.path,
-            self._failure,
-        )
-
-    def _row(self, ended: _Ended) -> Row:
-        request = ended.request
-        num_prompt_tokens, num_tokens = len(request.token_ids), len(ended.token_ids)
-        kept = ended.token_ids.data[: 4 * max(num_prompt_tokens, num_tokens - 1)]  # the last has no KV
-        names = self._names.name(request.namespace, kept, num_prompt_tokens)
-        first_ns = ended.first_token_ns
-        row = Row(
-            arrival_s=_seconds(request.arrival_ns - self._start_ns),
-            num_output_tokens=num_tokens - num_prompt_tokens,
-            tenant=self._pseudonyms.of(request.tenant.name),
-            conversation=str(names.conversation),
-            turn=names.turn,
-            priority=request.priority,
-            max_tokens=request.max_tokens,
-            params=self._params_of(ended.params) or None,
-            finish_reason=ended.finish_reason,
-            num_cached_tokens=ended.num_cached_tokens,
-            ttft_s=None if first_ns is None else _seconds(first_ns - request.arrival_ns),
-            total_s=_seconds(ended.finished_ns - request.arrival_ns),
-        )
-        if self._settings.has_text:
-            row.token_ids = request.token_ids.tolist()
-            row.output_token_ids = ended.token_ids[num_prompt_tokens:].tolist() or None
-        else:
-            row.num_prompt_tokens = num_prompt_tokens
-            row.block_ids = names.block_ids
-            row.output_block_ids = names.output_block_ids or None
-            row.agrees = names.agreement
-        return row
-
-    def _params_of(self, params: SamplingParams) -> dict[str, float]:
-        """Return the parameters that are not the default; those of one client are often the same object."""
-        if params is not self._last_params[0]:
-            given = ((name, getattr(params, name)) for name in _PARAMS)
-            self._last_params = params, {name: value for name, value in given if value != _DEFAULTS[name]}
-        return self._last_params[1]
-
-
-def _seconds(nanoseconds: int) -> float:
-    return round(nanoseconds / 1e9, 6)
-
-
-def _line(row: object) -> bytes:
-    return msgspec.json.encode(row) + b"\n"

@@ -63,7 +63,7 @@ def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
     from sagellm.engines.engine_core.core import EngineCore
     from sagellm.engines.engine_core.explanation import Explainer
     from sagellm.engines.engine_core.kv_admin import CacheAdmin, PoolAdmin
-    from sagellm.engines.recording.opening import RecorderAdmin
+    from sagellm.engines.recording.recorder_admin import RecorderAdmin
 
     common: dict[str, Callable[..., Any]] = {"metrics": core.metrics, "ping": time.monotonic_ns}
     if not isinstance(core, EngineCore):

@@ -1,4 +1,4 @@
-"""Starts recordings as a configuration says."""
+"""What an operator may ask of a running engine's recorder."""
 
 from __future__ import annotations
 
@@ -6,27 +6,15 @@ import os
 import re
 from pathlib import Path
 
-from sagellm.core import Clock, ConfigError, InvalidInputError
-from sagellm.engines.config.sections import RecordingConfig
+from sagellm.core import ConfigError, InvalidInputError
 from sagellm.engines.config.shown import shown
-from sagellm.engines.recording.recorder import Recorder, RecorderMetrics, RecordingSettings
-from sagellm.engines.sizes import parse_bytes
+from sagellm.engines.recording.recorder import Recorder, RecorderMetrics
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def open_recorder(config: RecordingConfig, clock: Clock, block_tokens: int) -> Recorder:
-    """Make a recorder, which records if the configuration names a file. Raises ConfigError."""
-    recorder = Recorder(config, clock, block_tokens)
-    if config.file is not None:
-        recorder.start(_settings(config, Path(config.file), has_text=config.text))
-    elif config.text:
-        raise ConfigError("recording.text is true, and recording.file names no file to record to")
-    return recorder
-
-
 class RecorderAdmin:
-    """What an operator may ask of a running engine's recorder: names in one folder, never paths."""
+    """Starts and stops recordings by names in one folder, never by paths."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._config = recorder, recorder.config
@@ -47,7 +35,7 @@ class RecorderAdmin:
             raise ConfigError(
                 f"recording.folder, {folder}, cannot be made: {error.strerror}; name another folder"
             ) from error
-        return self._recorder.start(_settings(self._config, folder / f"{name}.jsonl", has_text=text))
+        return self._recorder.start(folder / f"{name}.jsonl", has_text=text)
 
     def stop(self) -> RecorderMetrics:
         """Write what is queued and close the file."""
@@ -56,15 +44,6 @@ class RecorderAdmin:
     def status(self) -> RecorderMetrics:
         """Return what was recorded since the last start."""
         return self._recorder.metrics()
-
-
-def _settings(config: RecordingConfig, path: Path, *, has_text: bool) -> RecordingSettings:
-    return RecordingSettings(
-        path=path,
-        has_text=has_text,
-        max_bytes=parse_bytes(config.max_file_size, "recording.max_file_size"),
-        max_files=config.max_files,
-    )
 
 
 def _default_folder() -> Path:
