@@ -134,12 +134,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", default=EMBEDDED)
-    parser.add_argument("--rounds", type=int, default=20, help="pairs; default: %(default)s")
-    parser.add_argument("--num-prompts", type=int, default=512, help="in a round; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=16, help="pairs; default: %(default)s")
+    parser.add_argument("--num-prompts", type=int, default=384, help="in a round; default: %(default)s")
     parser.add_argument("--prompt", type=int, default=64, help="tokens; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=32, help="to generate; default: %(default)s")
-    parser.add_argument("--num-chats", type=int, default=1200, help="requests; default: %(default)s")
-    parser.add_argument("--rate", type=float, default=12, help="chats per second; default: %(default)s")
+    parser.add_argument("--num-chats", type=int, default=1000, help="requests; default: %(default)s")
+    parser.add_argument("--rate", type=float, default=16, help="chats per second; default: %(default)s")
     parser.add_argument(
         "--num-blocks", type=int, default=600, help="of the chats' cache; default: %(default)s"
     )

@@ -41,7 +41,8 @@ _PARAMS = (
 
 _DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
 _MAX_QUEUED, _MAX_QUEUED_TOKENS = 1 << 14, 1 << 23
-_TURN_S = 0.5
+_TURN_S = 0.5  # between two batches, for which a step may have to wait
+_BATCH_BYTES = 1 << 16
 _CLOSE_S = 10.0
 _MISTAKES = {
     getattr(errno, name)
@@ -78,7 +79,7 @@ class Recording:
         self._last_params: tuple[SamplingParams | None, dict[str, float]] = None, {}
         self._queue: deque[_Ended] = deque()
         self._num_put_tokens = self._num_got_tokens = 0  # each is changed by one thread
-        self._num_recorded = self._num_dropped = 0
+        self._num_taken = self._num_dropped = 0  # from the queue, and never in the file
         self._failure = ""
         self._wanted = threading.Event()  # set: to end
         about = {
@@ -86,6 +87,7 @@ class Recording:
             RECORDING: os.urandom(8).hex(),
             "recorded_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
+        self._file: RotatingFile | None = None
         self._file = self._open(_line(head_of(block_tokens, about)))
         self.is_open = not self._failure
         if settings.has_text:
@@ -130,7 +132,7 @@ class Recording:
             is_recording=self.is_open,
             path=str(self._settings.path),
             has_text=self._settings.has_text,
-            num_recorded=self._num_recorded,
+            num_recorded=0 if self._file is None else self._file.num_lines,
             num_dropped=self._num_dropped,
             num_bytes=0 if self._file is None else self._file.num_bytes,
             failure=self._failure,
@@ -157,7 +159,6 @@ class Recording:
                 is_last = self._wanted.wait(_TURN_S)
                 self._write_queued()
         if failure.error is not None:
-            self._num_dropped += 1  # the one that could not be written
             self._fail(failure.error)
         if self._file is not None:
             with contained():
@@ -166,19 +167,25 @@ class Recording:
     def _write_queued(self) -> None:
         assert self._file is not None, "the thread runs only then"
         while self._queue:
-            ended = self._queue.popleft()
-            self._num_got_tokens += len(ended.token_ids)
-            self._file.write(_line(self._row(ended)))
-            self._num_recorded += 1
+            lines: list[bytes] = []
+            num_bytes = 0
+            while self._queue and num_bytes < _BATCH_BYTES:
+                ended = self._queue.popleft()
+                self._num_got_tokens += len(ended.token_ids)
+                lines.append(_line(self._row(ended)))
+                num_bytes += len(lines[-1])
+                self._num_taken += 1
+            self._file.write(lines)
 
     def _fail(self, error: BaseException) -> None:
         self.is_open = False
         self._failure = error.strerror or str(error) if isinstance(error, OSError) else described(error)
-        self._num_dropped += len(self._queue)
+        num_recorded = 0 if self._file is None else self._file.num_lines
+        self._num_dropped += self._num_taken - num_recorded + len(self._queue)
         self._queue.clear()
         logger.error(
             "the recording ended with %d requests: %s cannot be written: %s; serving goes on",
-            self._num_recorded,
+            num_recorded,
             self._settings.path,
             self._failure,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,15 +23,23 @@ class RotatingFile:
         self._is_file = not path.exists() or stat.S_ISREG(path.stat().st_mode)
         self._descriptor, self._size = -1, 0
         self.num_bytes = 0  # in all files
+        self.num_lines = 0  # without the heads
         self._open()
 
-    def write(self, line: bytes) -> None:
-        """Append a line, which has its end."""
-        is_full = self._size + len(line) > self._max_bytes and self._size > len(self._head)
-        if self._is_file and is_full:
-            self.close()
-            self._open()
-        self._append(line)
+    def write(self, lines: Iterable[bytes]) -> None:
+        """Append lines, which have their ends, with few calls of the system."""
+        batch: list[bytes] = []
+        num_bytes = 0
+        for line in lines:
+            if self._is_file and self._size + num_bytes + len(line) > self._max_bytes:
+                self._append(b"".join(batch))
+                batch, num_bytes = [], 0
+                if self._size > len(self._head):
+                    self.close()
+                    self._open()
+            batch.append(line)
+            num_bytes += len(line)
+        self._append(b"".join(batch))
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -45,6 +54,7 @@ class RotatingFile:
             flags |= os.O_CREAT | os.O_EXCL
         self._descriptor, self._size = os.open(self._path, flags, 0o600), 0
         self._append(self._head)
+        self.num_lines -= 1
 
     def _keep_older(self) -> None:
         """Give each file the next number; the last one is overwritten."""
@@ -54,15 +64,19 @@ class RotatingFile:
             with suppress(FileNotFoundError):
                 source.replace(target)
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, data: bytes) -> None:
+        """Write whole lines; if that fails, those that were written whole stay."""
         num_written = 0
         try:
-            while num_written < len(line):
-                num_written += os.write(self._descriptor, line[num_written:])
+            while num_written < len(data):
+                num_written += os.write(self._descriptor, data[num_written:] if num_written else data)
         except OSError:
-            if self._is_file and num_written:
+            num_written = data.rfind(b"\n", 0, num_written) + 1
+            if self._is_file:
                 with suppress(OSError):
-                    os.ftruncate(self._descriptor, self._size)
+                    os.ftruncate(self._descriptor, self._size + num_written)
             raise
-        self._size += len(line)
-        self.num_bytes += len(line)
+        finally:
+            self._size += num_written
+            self.num_bytes += num_written
+            self.num_lines += data.count(b"\n", 0, num_written)
