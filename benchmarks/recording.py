@@ -2,8 +2,8 @@
 
 A server of the embedded model, or of MODEL, is recorded every other round, by `record start` and `stop`,
 while clients send completions as fast as they are answered. Printed: throughput and CPU time of the core's
-process for each request with and without recording, round by round in pairs, and how many requests the
-recordings have.
+process for each request with and without recording, round by round in pairs, the CPU time of the recorder's
+thread alone, and how many requests the recordings have.
 
 Then the embedded model chats with clients of `record_chat.py`, few at once, in a cache too small for all of
 it. The recording is replayed as `simulate --cache-only` does, with the same blocks, capacity and policy.
@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import tempfile
+import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -40,6 +42,7 @@ def rounds(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     requests_per_s: dict[bool, list[float]] = {False: [], True: []}
     cpu_ms: dict[bool, list[float]] = {False: [], True: []}
     num_recorded = num_dropped = num_bytes = 0
+    thread_us: list[float] = []
     flags = ("--num-blocks=4096", "--max-queued-requests=4096", f"--record-folder={folder}")
     with served(options.model, options.port, *flags) as engine, AdminClient.connect(engine.socket) as admin:
         core = psutil.Process(admin.hello.pid)
@@ -56,12 +59,16 @@ def rounds(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         for number in range(options.rounds):
             for is_recorded in (False, True) if number % 2 else (True, False):
                 if is_recorded:
+                    others = set(thread_times(core.pid))
                     admin.call("record_start", name=f"round-{number}")
                 before = sum(core.cpu_times()[:2])
                 figures = run_serve(settings).figures
                 assert figures.num_failed == 0, figures.errors
                 if is_recorded:
-                    found = admin.call("record_stop")  # what is still to be written is its cost, too
+                    time.sleep(1)  # all is written now
+                    [mine] = (ns for thread, ns in thread_times(core.pid).items() if thread not in others)
+                    thread_us.append(mine / 1e3 / options.num_prompts)
+                    found = admin.call("record_stop")
                     num_dropped += found["num_dropped"]
                     num_bytes += found["num_bytes"]
                     num_recorded += len(read_trace(found["path"]))
@@ -76,11 +83,19 @@ def rounds(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         },
         "throughput_ratio": spread(ratios),
         "core_cpu_ratio": spread(cpu_ratios),
+        "recorder_cpu_us_per_request": spread(thread_us, 1),
+        "recorder_share_of_core_cpu": round(median(thread_us) / 1e3 / median(cpu_ms[False]), 4),
         "num_sent": options.rounds * options.num_prompts,
         "num_recorded": num_recorded,
         "num_dropped": num_dropped,
         "bytes_per_request": round(num_bytes / max(1, num_recorded)),
     }
+
+
+def thread_times(pid: int) -> dict[str, int]:
+    """Return the CPU time of each thread of a process, in nanoseconds."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return {task.name: int((task / "schedstat").read_text().split()[0]) for task in tasks}
 
 
 def _name(*, is_recorded: bool) -> str:
@@ -153,7 +168,8 @@ def main() -> None:
         cost, truth = rounds(options, folder), chats(options, folder)
     text = (
         f"throughput with recording ÷ without: {cost['throughput_ratio']['median']:.4f} in the median of "
-        f"{options.rounds} pairs; CPU time of the core {cost['core_cpu_ratio']['median']:.4f}\n"
+        f"{options.rounds} pairs; CPU time of the core {cost['core_cpu_ratio']['median']:.4f}, "
+        f"of which the recorder's thread has {cost['recorder_share_of_core_cpu']:.2%}\n"
         f"{cost['num_recorded']:,} of {cost['num_sent']:,} requests recorded\n"
         f"cached: {truth['served_cached_share']:.2%} of the prompt tokens served, "
         f"{truth['replayed_cached_share']:.2%} replayed"
