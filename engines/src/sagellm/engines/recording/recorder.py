@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from sagellm.core import Clock, ConfigError, FinishReason
-from sagellm.engines.config.sections import RecordingConfig
 from sagellm.engines.sizes import parse_bytes
 
 if TYPE_CHECKING:
+    from sagellm.engines.config.sections import RecordingConfig
     from sagellm.engines.engine_core.sequence import Sequence
     from sagellm.engines.recording.recording import Recording
 
