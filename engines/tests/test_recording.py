@@ -215,6 +215,9 @@ def test_what_cannot_be_recorded_to_is_said_before_loading(make_engine, tmp_path
         make_engine(model="nowhere", record=tmp_path / "none" / "traffic.jsonl")
     with pytest.raises(ConfigError, match="cannot be recorded to"):
         make_engine(model="nowhere", record=tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="cannot be recorded to"):
+        make_engine(model="nowhere", record=tmp_path / "pipe")  # nobody reads it
     with pytest.raises(ConfigError, match=r"recording\.file names no file"):
         make_engine(model="nowhere", record_text=True)
     with pytest.raises(ConfigError, match=r"recording\.max_file_size"):

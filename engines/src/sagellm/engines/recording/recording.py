@@ -46,7 +46,7 @@ _BATCH_BYTES = 1 << 16
 _CLOSE_S = 10.0
 _MISTAKES = {
     getattr(errno, name)
-    for name in ("ENOENT", "ENOTDIR", "EISDIR", "EACCES", "EPERM", "EROFS", "ELOOP", "ENAMETOOLONG")
+    for name in ("ENOENT", "ENOTDIR", "EISDIR", "EACCES", "EPERM", "EROFS", "ELOOP", "ENAMETOOLONG", "ENXIO")
 }
 """What opening a file fails with if its path is wrong, whatever the disk does."""
 

@@ -13,8 +13,8 @@ class RotatingFile:
     """Appends lines to FILE (mode 0600); a full one becomes FILE.1, that one FILE.2 and so on.
 
     There are at most `max_files`, each of at most `max_bytes` or of one longer line. A FILE that exists is
-    kept in the same way; a device is written as it is. Each file begins with `head`. Every call may raise
-    OSError; then the file ends with its last whole line.
+    kept in the same way; a device or a pipe is written as it is. Each file begins with `head`. Every call may
+    raise OSError; then the file ends with its last whole line.
     """
 
     def __init__(self, path: Path, head: bytes, *, max_bytes: int, max_files: int) -> None:
@@ -48,11 +48,14 @@ class RotatingFile:
             os.close(descriptor)
 
     def _open(self) -> None:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        flags = (
+            os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+        )  # a pipe without a reader is an error
         if self._is_file:
             self._keep_older()
             flags |= os.O_CREAT | os.O_EXCL
         self._descriptor, self._size = os.open(self._path, flags, 0o600), 0
+        os.set_blocking(self._descriptor, True)
         self._append(self._head)
         self.num_lines -= 1
 
