@@ -10,6 +10,7 @@ import pytest
 from sagellm.core import ConfigError, Namespace, TraceRequest, pack
 from sagellm.engines import SamplingParams
 from sagellm.engines.config import EngineConfig
+from sagellm.engines.recording import block_names
 from sagellm.engines.recording.block_names import BlockNames
 from sagellm.engines.recording.pseudonyms import Pseudonyms
 from sagellm.lab.simulation.bounds import replay, replay_belady, replay_unlimited
@@ -109,7 +110,9 @@ def test_bounds_know_what_is_kept_of_outputs(recorded):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_stand_ins_agree_exactly_where_tokens_do(seed):
+@pytest.mark.parametrize("num_remembered", [1 << 16, 9])
+def test_stand_ins_agree_exactly_where_tokens_do(seed, num_remembered, monkeypatch):
+    monkeypatch.setattr(block_names, "_MAX_REMEMBERED", num_remembered)
     rng = random.Random(seed)
     size = rng.choice((1, 2, 4, 16))
     names, stand_ins = BlockNames(b"salt", size), StandIns(size)
@@ -131,7 +134,11 @@ def test_stand_ins_agree_exactly_where_tokens_do(seed):
     for index in range(40):
         for other in range(index):
             expected = common(originals[index], originals[other])
-            assert common(made[index], made[other]) == expected
+            found = common(made[index], made[other])
+            if num_remembered < 10:  # what was forgotten agrees in whole blocks alone
+                assert expected // size * size <= found <= expected
+            else:
+                assert found == expected
 
 
 def common(one, other) -> int:
