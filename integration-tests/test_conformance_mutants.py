@@ -193,6 +193,10 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
         "start": ("a row is the same alone and in a batch in any order", None),
     },
     "prefix_cache": {
+        "answers": (
+            "answers are remembered with their prompts",
+            "answers are remembered with their prompts",
+        ),
         "check_integrity": ("a full cache keeps what fits and evicts nothing", None),
         "clear": ("a locked path survives eviction", "a locked path survives eviction"),
         "evict": ("a lock fails after blocks entered or left", "a lock fails after blocks entered or left"),
@@ -222,6 +226,7 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
         "pin": ("pins are listed until they are ended", "pins are listed until they are ended"),
         "pins": ("pins are listed until they are ended", "pins are listed until they are ended"),
         "query_by_prefix": ("lookups are counted by lock and query", "lookups are counted by lock and query"),
+        "record_answer": ("answers are remembered with their prompts", None),
         "runs": ("runs are all that is cached parents first", None),
         "subscribe": ("a subscriber hears of every block or of none", None),
         "unlock": ("a locked path survives eviction", "a locked path survives eviction"),

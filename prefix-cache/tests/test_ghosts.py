@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.core import CachedNode, EvictionPolicyProtocol, Namespace, NodeId, VirtualClock
+from sagellm.core import EvictionPolicyProtocol, Namespace, NodeId, VirtualClock
 from sagellm.core.protocols.eviction import NullEvictionPolicy
 from sagellm.kvmgr.prefix_cache import PrefixNode, RadixPrefixCache
 from sagellm.kvmgr.prefix_cache.ghosts import Departure, Ghosts
@@ -109,8 +109,15 @@ def test_a_leaf_that_grows_again_in_place_leaves_no_ghost():
 
 
 def make_node(number):
-    return CachedNode(
-        node_id=NodeId(number), num_blocks=1, depth=1, created_ns=0, last_access_ns=0, access_count=0
+    return PrefixNode(
+        node_id=NodeId(number),
+        num_blocks=1,
+        depth=1,
+        created_ns=0,
+        last_access_ns=0,
+        access_count=0,
+        edge=b"",
+        block_ids=[],
     )
 
 

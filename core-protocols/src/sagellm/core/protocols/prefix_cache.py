@@ -34,6 +34,18 @@ class PartialMatch(NamedTuple):
     num_tokens: int
 
 
+class PrefixAnswers(NamedTuple):
+    """How long the answers were to earlier prompts that begin with the same tokens.
+
+    The longest of the prefixes that are known comes first; what holds of it holds of the prompt best.
+    """
+
+    num_tokens: int  # of the prompt, that these prompts have in common
+    num_answers: int
+    lengths: tuple[int, ...]  # generated tokens of the latest few, the latest last
+    last_ns: int  # when the latest of them ended, on the cache's clock
+
+
 class EvictedBlocks(NamedTuple):
     """A run of full blocks about to be evicted, in the order of its tokens; its KV is still intact."""
 
@@ -368,6 +380,19 @@ class PrefixCacheProtocol(ABC):
         default raises EngineError: blocks in this cache cannot be moved. May cost O(cache).
         """
         raise EngineError(f"{type(self).__name__} cannot move blocks; name another one in prefix_cache.name")
+
+    def record_answer(self, token_ids: TokenIdsLike, num_tokens: int, namespace: Namespace = DEFAULT) -> None:
+        """Note that a prompt was answered with `num_tokens` tokens. Forgotten by default."""
+        del token_ids, num_tokens, namespace
+
+    def answers(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> tuple[PrefixAnswers, ...]:
+        """Return what is known of answers to prompts that begin alike, by the longest prefix first.
+
+        Counts nothing; costs as much as `match_prefix`. Answers are remembered with the blocks of their
+        prompts, and longer if the cache remembers evicted ones. None by default.
+        """
+        del token_ids, namespace
+        return ()
 
     def keep_evicted(self, keep: Callable[[EvictedBlocks], None]) -> None:
         """Show `keep` what is about to be evicted, by the policy or for a quota, while its KV is intact.

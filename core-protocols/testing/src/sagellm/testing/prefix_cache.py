@@ -397,6 +397,26 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         cache.clear()
         assert explain_later() == explained_then
 
+    def test_answers_are_remembered_with_their_prompts(self) -> None:
+        """By every prefix of what is cached, in their own namespace; or a cache remembers none."""
+        clock = VirtualClock()
+        cache = self.make(clock=clock)
+        assert cache.answers(range(8)) == ()
+        cache.insert_prefix(range(12), blocks(0, 3))
+        cache.insert_prefix([*range(8), *range(50, 54)], [*blocks(0, 2), BlockId(7)])
+        before = cache.metrics()
+        clock.advance_ns(5)
+        cache.record_answer(range(12), 30)
+        clock.advance_ns(1)
+        cache.record_answer([*range(8), *range(50, 54)], 70)
+        found = cache.answers(range(14))
+        if not found:
+            return
+        assert found == ((12, 1, (30,), 5), (8, 2, (30, 70), 6))
+        assert cache.answers(range(9)) == ((8, 2, (30, 70), 6),)
+        assert cache.answers(range(12), OTHER) == cache.answers(range(100, 112)) == ()
+        assert cache.metrics() == before
+
     def test_what_is_shown_to_a_keeper_is_what_is_evicted(self) -> None:
         """While it is cached; a cache that does not support keepers shows nothing."""
         cache = self.make()

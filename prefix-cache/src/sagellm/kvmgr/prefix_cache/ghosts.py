@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from sagellm.core.ids import NodeId
 from sagellm.core.namespace import Namespace
-from sagellm.core.protocols.eviction import CachedNode
 from sagellm.core.protocols.kv_events import RemovalReason
 
 if TYPE_CHECKING:
-    from sagellm.kvmgr.prefix_cache.node import PrefixNode
+    from sagellm.kvmgr.prefix_cache.node import Answers, PrefixNode
 
 _FILTER_BITS_A_GHOST = 64
 _MAX_STALE = 1024
@@ -34,6 +33,7 @@ class Ghost(NamedTuple):
     access_count: int
     last_access_ns: int
     departure: Departure
+    answers: Answers
 
 
 class GhostRun(NamedTuple):
@@ -44,7 +44,7 @@ class GhostRun(NamedTuple):
     is_forgotten: bool = False  # the first block may have been evicted and its ghost dropped
 
 
-_Entry: TypeAlias = tuple[NodeId, int, int, Departure]
+_Entry: TypeAlias = "tuple[NodeId, int, int, Departure, Answers]"
 
 
 NO_GHOSTS = GhostRun(None, 0)
@@ -73,14 +73,15 @@ class Ghosts:
             self._file()
         return len(self._ghosts)
 
-    def remember(self, keys: Sequence[int], node: CachedNode, departure: Departure) -> None:
+    def remember(self, keys: Sequence[int], node: PrefixNode, departure: Departure) -> None:
         """Record what became of the blocks with these keys."""
         if self._unfiled:
             self._file()
         if len(keys) > self.max_blocks:
             keys = keys[-self.max_blocks :]
         ghosts = self._ghosts
-        ghost = (node.node_id, node.access_count, node.last_access_ns, departure)  # a tuple costs a tenth
+        # A tuple costs a tenth.
+        ghost = (node.node_id, node.access_count, node.last_access_ns, departure, node.answers)
         for key in keys:
             ghosts[key] = ghost
         self._departed.append((keys, ghost))
@@ -103,7 +104,7 @@ class Ghosts:
         for nodes, departure in self._unfiled:
             for node in nodes:
                 keys = node.keys or ()
-                ghost = (node.node_id, node.access_count, node.last_access_ns, departure)
+                ghost = (node.node_id, node.access_count, node.last_access_ns, departure, node.answers)
                 for key in keys:
                     ghosts[key] = ghost
                 append((keys, ghost))
@@ -131,6 +132,28 @@ class Ghosts:
             first = ghost if first is None else first
             num_blocks += 1
         return NO_GHOSTS if first is None else GhostRun(Ghost(*first), num_blocks)
+
+    def answers(self, key: int, data: bytes, position: int, block_bytes: int) -> list[tuple[int, Answers]]:
+        """Return the answers that ghosts of packed tokens remember from a byte position on.
+
+        Each comes with the last byte position at which it holds, in their order; `key` is that of the block
+        before.
+        """
+        if self._unfiled:
+            self._file()
+        found: list[tuple[int, Answers]] = []
+        last: _Entry | None = None
+        for begin in range(position, len(data) - block_bytes + 1, block_bytes):
+            key = hash((key, data[begin : begin + block_bytes]))
+            ghost = self._ghosts.get(key)
+            if ghost is None:
+                break
+            if ghost is last:
+                found[-1] = (begin + block_bytes, ghost[-1])
+            else:
+                found.append((begin + block_bytes, ghost[-1]))
+            last = ghost
+        return found
 
     def revive(self, key: int, edge: bytes, block_bytes: int, keys: list[int]) -> tuple[Ghost | None, int]:
         """Forget the ghosts of an edge that is back in the cache; `key` is its parent's.

@@ -30,6 +30,23 @@ class PartialBlock:
     node: PrefixNode = field(repr=False)
 
 
+class Answers(NamedTuple):
+    """How many prompts that begin with a node's tokens were answered, and the lengths of the latest."""
+
+    num_answers: int
+    lengths: tuple[int, ...]  # the latest last
+    last_ns: int  # when the latest ended
+
+    def and_one_of(self, num_tokens: int, now_ns: int) -> Answers:
+        """Return these and one more."""
+        return Answers(self.num_answers + 1, (*self.lengths[1 - MAX_ANSWER_LENGTHS :], num_tokens), now_ns)
+
+
+MAX_ANSWER_LENGTHS = 8
+"""Lengths kept of a node's answers: enough for a median and a spread."""
+
+NO_ANSWERS = Answers(0, (), 0)
+
 NO_CHILDREN: dict[bytes, PrefixNode] = {}
 """Shared by all nodes that never had a child, which are most, and never written to; so is `NO_HEADS`."""
 
@@ -60,6 +77,7 @@ class PrefixNode(CachedNode):
     num_pins: int = 0  # that end here or below
     usage: TenantUsage = field(default_factory=TenantUsage, repr=False)  # of its owner
     partials: tuple[PartialBlock, ...] = field(default=(), repr=False)
+    answers: Answers = NO_ANSWERS
     keys: list[int] | None = field(default=None, repr=False)  # of its blocks' contents, once computed
     hashes: list[bytes] | None = field(default=None, repr=False)  # the same for KV events
 
@@ -116,12 +134,13 @@ def split(lower: PrefixNode, num_blocks: int, node_id: NodeId, block_bytes: int)
         lock_count=lower.lock_count,
         num_pins=lower.num_pins,
         usage=lower.usage,
+        answers=lower.answers,
         former_id=lower.former_id,
         former_access_ns=lower.former_access_ns,
         former_depth=lower.former_depth,
     )
     if lower.keys is not None:
-        upper.keys, lower.keys = lower.keys[:num_blocks], lower.keys[num_blocks:]
+        upper.keys, lower.keys = lower.keys[:num_blocks], lower.keys[num_blocks:] or None
     if lower.hashes is not None:
         upper.hashes, lower.hashes = lower.hashes[:num_blocks], lower.hashes[num_blocks:]
     parent.children[lower.edge[:block_bytes]] = upper  # replaces `lower`

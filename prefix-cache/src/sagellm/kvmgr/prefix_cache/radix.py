@@ -25,6 +25,7 @@ from sagellm.core.protocols.prefix_cache import (
     MissExplanation,
     PinnedPrefix,
     PinResult,
+    PrefixAnswers,
     PrefixCacheMetrics,
     PrefixCacheProtocol,
     PrefixMatch,
@@ -40,7 +41,7 @@ from sagellm.kvmgr.prefix_cache.limits import (
     check_ttl,
     no_number,
 )
-from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, Found, PrefixNode, find_partial, keys_of
+from sagellm.kvmgr.prefix_cache.node import TOKEN_BYTES, Found, PrefixNode, find_partial
 from sagellm.kvmgr.prefix_cache.tree import Offer, RadixTree, insert
 
 _log = get_logger(__name__)
@@ -326,9 +327,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
                 diverges_at += agreed.num_tokens if agreed else 0
             ghosts = NO_GHOSTS
             if len(data) - position >= size:
-                key = hash(match.namespace)
-                if node is not None:
-                    key = keys_of(node, size)[(position - node.start * TOKEN_BYTES) // size - 1]
+                key = tree.key_at(node, match.namespace, position)
                 ghosts = tree.ghosts.find_run(key, data, position, size)
             now_ns = self._clock.now_ns()
         miss = Miss(match.namespace, now_ns, position, match_length, diverges_at, ghosts)
@@ -338,6 +337,22 @@ class RadixPrefixCache(PrefixCacheProtocol):
                 return explain(tree, data, miss)
 
         return explain_later
+
+    def record_answer(self, token_ids: TokenIdsLike, num_tokens: int, namespace: Namespace = DEFAULT) -> None:
+        """Note that a prompt was answered with `num_tokens` tokens, as far as it is cached.
+
+        Eight lengths are kept of a run of blocks, with the blocks and with what is remembered of them.
+        """
+        data = pack(token_ids).data
+        with self._mutex:
+            self._tree.record_answer(data, namespace, num_tokens, self._clock.now_ns())
+
+    def answers(self, token_ids: TokenIdsLike, namespace: Namespace = DEFAULT) -> tuple[PrefixAnswers, ...]:
+        """Return what is known of answers to prompts that begin alike, by the longest prefix first."""
+        data = pack(token_ids).data
+        with self._mutex:
+            found = self._tree.answers(data, namespace)
+        return tuple(PrefixAnswers(at, *answers) for at, answers in reversed(found) if answers.num_answers)
 
     def keep_evicted(self, keep: Callable[[EvictedBlocks], None]) -> None:
         """Show `keep` what is about to be evicted; if it raises, it is called no more."""

@@ -22,6 +22,7 @@ from sagellm.kvmgr.prefix_cache.node import (
     NO_CHILDREN,
     NO_HEADS,
     TOKEN_BYTES,
+    Answers,
     Found,
     PartialBlock,
     Partials,
@@ -192,6 +193,35 @@ class RadixTree:
         assert partial is not None, f"block {block_id} is not a partial one"
         self._release(self.partials.remove([partial]))
 
+    def record_answer(self, data: bytes, namespace: Namespace, num_tokens: int, now_ns: int) -> None:
+        """Note the length of an answer on the nodes of a prompt, packed, as far as they are in the tree."""
+        root = self.roots.get(namespace)
+        if root is None:
+            return
+        node, num_bytes, _ = walk(root, data, self.block_bytes)
+        if num_bytes < node.depth * TOKEN_BYTES and num_bytes + self.block_bytes <= len(data):
+            assert node.parent is not None, "a root has no edge"
+            node = node.parent  # the prompt goes on otherwise than the edge
+        for step in node.path():
+            step.answers = step.answers.and_one_of(num_tokens, now_ns)
+
+    def answers(self, data: bytes, namespace: Namespace) -> list[tuple[int, Answers]]:
+        """Return the answers to prompts that begin like packed tokens, each behind as many tokens as agree.
+
+        The shortest prefix comes first. Evicted blocks that follow the cached ones count too.
+        """
+        node, num_bytes = None, 0
+        found: list[tuple[int, Answers]] = []
+        if (root := self.roots.get(namespace)) is not None:
+            node, num_bytes, _ = walk(root, data, self.block_bytes)
+            end = num_bytes // TOKEN_BYTES
+            found = [(min(step.depth, end), step.answers) for step in reversed(node.path())]
+        if self.ghosts.max_blocks and len(data) - num_bytes >= self.block_bytes:
+            key = self.key_at(node, namespace, num_bytes)
+            ghosts = self.ghosts.answers(key, data, num_bytes, self.block_bytes)
+            found += [(at // TOKEN_BYTES, answers) for at, answers in ghosts]
+        return found
+
     def evict(self, num_blocks: int, departure: Departure, own: str | None = None) -> list[BlockId]:
         """Drop blocks, partial ones first and then those of unlocked leaves in order.
 
@@ -271,6 +301,12 @@ class RadixTree:
         if isinstance(policy, LeafLRU):
             assert policy.candidates() == found.leaves, "the order of leaves differs from the tree"
 
+    def key_at(self, node: PrefixNode | None, namespace: Namespace, num_bytes: int) -> int:
+        """Return the key of the block that ends behind so many bytes, inside or at the end of a node."""
+        if node is None or not num_bytes:
+            return hash(namespace)
+        return keys_of(node, self.block_bytes)[(num_bytes - node.start * TOKEN_BYTES) // self.block_bytes - 1]
+
     def _unlocked_leaves(self) -> list[PrefixNode]:
         return [node for node in self.nodes() if self._is_candidate(node)]
 
@@ -322,6 +358,7 @@ class RadixTree:
             leaf.former_id, leaf.former_access_ns = ghost.node_id, ghost.last_access_ns
             leaf.former_depth = parent.depth + num_bytes // TOKEN_BYTES
             leaf.access_count = ghost.access_count + 1
+            leaf.answers = ghost.answers
 
     def _note_entered(self, node: PrefixNode, num_blocks: int) -> None:
         """Record that the last blocks of a node are new."""
