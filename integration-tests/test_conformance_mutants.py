@@ -181,6 +181,10 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
         "forget": ("an aborted sequence is forgotten and teaches nothing", None),
         "metrics": ("a fresh predictor predicts", "a fresh predictor predicts"),
         "predict": ("a fresh predictor predicts", "a fresh predictor predicts"),
+        "predict_all": (
+            "a batch is asked about as one after another",
+            "a batch is asked about as one after another",
+        ),
         "update": ("a length that is no count is refused", "a length that is no count is refused"),
     },
     "logits_processor": {

@@ -2,13 +2,22 @@ from __future__ import annotations
 
 from importlib import import_module
 
+import pytest
+
 from sagellm.core import LifetimePredictorProtocol
 from sagellm.kvmgr.lifetime.plugin import sagellm_providers
 
+PROVIDERS = {provider.name: provider for provider in sagellm_providers()}
 
-def test_the_provider_keeps_its_kinds_protocol() -> None:
-    (provider,) = sagellm_providers()
-    assert (provider.kind, provider.name) == ("lifetime_predictor", "statistical")
-    module, _, name = provider.target.partition(":")
-    predictor = getattr(import_module(module), name)(window=10)
-    assert isinstance(predictor, LifetimePredictorProtocol)
+
+def test_the_names_are_those_that_are_documented() -> None:
+    assert set(PROVIDERS) == {"statistical", "lstm", "transformer", "ranker", "online"}
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_a_provider_keeps_its_kinds_protocol(name: str) -> None:
+    assert PROVIDERS[name].kind == "lifetime_predictor"
+    if name in ("lstm", "transformer"):
+        pytest.importorskip("torch")
+    module, _, target = PROVIDERS[name].target.partition(":")
+    assert isinstance(getattr(import_module(module), target)(), LifetimePredictorProtocol)

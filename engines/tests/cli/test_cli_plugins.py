@@ -295,7 +295,7 @@ def test_check_tells_one_cause_once_with_the_rules_that_it_breaks(sage, install)
     out = sage("plugins", "check", "moon-plugin", "--name", "moon").out
     assert out.count("KeyError") == 1
     assert (
-        "\nlifetime_predictor moon breaks its contract in 7 rules for one cause.\n  found     KeyError: "
+        "\nlifetime_predictor moon breaks its contract in 8 rules for one cause.\n  found     KeyError: "
         in out
     )
     assert (

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
-from sagellm.core.errors import InvalidInputError
+from sagellm.core.errors import ConfigError, InvalidInputError
+from sagellm.core.protocols.prefix_cache import PrefixAnswers
 from sagellm.core.tokens import TokenIdsLike
 
 
@@ -14,6 +18,8 @@ from sagellm.core.tokens import TokenIdsLike
 class PredictionRequest:
     """The sequence asked about. `current_length` and `max_length` count generated tokens.
 
+    `answers` is what the prefix cache knew when the request arrived, the longest prefix first. A sequence
+    that is asked about again comes with the same fields, but for `current_length`.
     Raises InvalidInputError for a length that is not an int or is negative.
     """
 
@@ -21,6 +27,9 @@ class PredictionRequest:
     token_ids: TokenIdsLike  # the prompt
     current_length: int = 0
     max_length: int = 1 << 30
+    tenant: str = ""
+    answers: Sequence[PrefixAnswers] = ()
+    arrival_ns: int = 0  # on the prefix cache's clock
 
     def __post_init__(self) -> None:
         for name, value in (("current_length", self.current_length), ("max_length", self.max_length)):
@@ -34,12 +43,16 @@ class PredictionRequest:
 class LifetimePrediction:
     """What is still to come. Use it only when the confidence is above a threshold (0.8 by default).
 
-    The whole limit with confidence 0 says that nothing is known; it is not scored.
+    The confidence is the chance that this sequence and another running one are in the right order by what is
+    predicted of them: 0.5 is as good as none. The whole limit with confidence 0 says that nothing is known;
+    it is not scored. Eight of ten lengths should lie in the interval, its ends included.
     """
 
     remaining_length: float  # tokens
     estimated_time: float  # seconds
     confidence: float  # 0 … 1
+    low: float | None = None  # tokens: an interval for the remaining length
+    high: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +72,17 @@ class LifetimeMetrics:
     median_mae_tokens: float | None = None  # of the best constant in hindsight, the median length
     within_10_percent: float | None = None  # share with an error of at most 10 % of the true length
     within_10_percent_or_5_tokens: float | None = None  # the larger of the two
+    rank_correlation: float | None = None  # Spearman's, of the latest 1,000; None where all are alike
+    coverage: float | None = None  # share of lengths inside the predicted interval; it should be 0.8
+
+
+class TrainingEpoch(NamedTuple):
+    """One pass over the examples that a predictor is trained on. Losses have its own unit."""
+
+    epoch: int  # from 1
+    loss: float
+    held_back_loss: float  # of the examples that it was not trained on
+    held_back_mae: float  # tokens
 
 
 def check_observation(*, actual_length: int, actual_time: float) -> None:
@@ -85,6 +109,28 @@ class LifetimePredictorProtocol(ABC):
     @abstractmethod
     def predict(self, request: PredictionRequest) -> LifetimePrediction:
         """Predict what remains; never more than `max_length - current_length` and never negative."""
+
+    @classmethod
+    def train(
+        cls,
+        examples: Sequence[tuple[PredictionRequest, int]],
+        path: Path,
+        *,
+        num_epochs: int = 30,
+        seed: int = 0,
+        tell: Callable[[TrainingEpoch], None] = lambda epoch: None,
+    ) -> None:
+        """Learn from requests and the lengths of their outputs, in order of time, and write it to a file.
+
+        The provider reads it with its option `weights`. Calls `tell` after each epoch. Raises ConfigError for
+        too few examples, and by default: most predictors learn while they serve.
+        """
+        del examples, path, num_epochs, seed, tell
+        raise ConfigError(f"{cls.__name__} is not trained beforehand: it learns while it serves")
+
+    def predict_all(self, requests: Sequence[PredictionRequest]) -> list[LifetimePrediction]:
+        """Predict what remains of each: as `predict` would one after another, which is the default."""
+        return [self.predict(request) for request in requests]
 
     @abstractmethod
     def update(self, *, sequence_id: str, actual_length: int, actual_time: float) -> None:

@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from sagellm.core.errors import InvalidInputError
+from sagellm.core.errors import ConfigError, InvalidInputError
 from sagellm.core.ids import SequenceId
 from sagellm.core.protocols.lifetime import LifetimePrediction, LifetimePredictorProtocol, PredictionRequest
+from sagellm.core.protocols.prefix_cache import PrefixAnswers
 from sagellm.core.tokens import pack
 from sagellm.testing.cost import cpu_ns, slowness
 
 
 def ask(
-    sequence_id: str = "a", num_tokens: int = 8, current_length: int = 0, max_length: int = 1 << 30
+    sequence_id: str = "a",
+    num_tokens: int = 8,
+    current_length: int = 0,
+    max_length: int = 1 << 30,
+    rng: random.Random | None = None,
 ) -> PredictionRequest:
-    """Ask about a sequence with a prompt of this length."""
+    """Ask about a sequence with a prompt of this length, of which answers are known if `rng` says so."""
+    answers: list[PrefixAnswers] = []
+    while rng is not None and len(answers) < 6 and rng.random() < 0.5:
+        lengths = tuple(rng.choice([0, rng.randrange(3000)]) for _ in range(rng.randint(1, 8)))
+        answers.append(PrefixAnswers(num_tokens >> len(answers), rng.randint(len(lengths), 99), lengths, 5))
     return PredictionRequest(
         sequence_id=SequenceId(sequence_id),
         token_ids=pack(range(num_tokens)),
         current_length=current_length,
         max_length=max_length,
+        tenant="" if rng is None else rng.choice("ab"),
+        answers=answers,
+        arrival_ns=0 if rng is None else rng.randrange(1 << 40),
     )
 
 
@@ -34,6 +48,10 @@ def check_bounds(request: PredictionRequest, prediction: LifetimePrediction) -> 
     assert 0 <= prediction.confidence <= 1
     assert math.isfinite(prediction.estimated_time)
     assert prediction.estimated_time >= 0
+    if prediction.low is not None or prediction.high is not None:
+        assert prediction.low is not None
+        assert prediction.high is not None
+        assert 0 <= prediction.low <= prediction.remaining_length <= prediction.high <= limit
 
 
 class LifetimePredictorContract:
@@ -55,7 +73,7 @@ class LifetimePredictorContract:
             sequence_id = f"s{rng.randrange(step + 1)}"
             current = rng.choice([0, 0, rng.randrange(300)])
             request = ask(
-                sequence_id, rng.randrange(2000), current, rng.choice([1 << 30, rng.randrange(400)])
+                sequence_id, rng.randrange(2000), current, rng.choice([1 << 30, rng.randrange(400)]), rng
             )
             predictions.append(predictor.predict(request))
             check_bounds(request, predictions[-1])
@@ -108,6 +126,23 @@ class LifetimePredictorContract:
         third = self.make()
         assert self.run_random_calls(third) == predictions
 
+    def test_a_batch_is_asked_about_as_one_after_another(self) -> None:
+        """New sequences and running ones, in one call or in many."""
+        together, alone = self.make(), self.make()
+        for predictor in (together, alone):
+            self.run_random_calls(predictor)
+        asked = [ask(f"batch {number % 20}", 50 * number, number // 20 * 30, 400) for number in range(60)]
+        found = [
+            each for start in range(0, 60, 20) for each in together.predict_all(asked[start : start + 20])
+        ]
+        one_by_one = [alone.predict(each) for each in asked]
+        for request, prediction, expected in zip(asked, found, one_by_one, strict=True):
+            check_bounds(request, prediction)
+            assert prediction.remaining_length == pytest.approx(expected.remaining_length)
+            assert prediction.confidence == pytest.approx(expected.confidence)
+        assert together.predict_all([]) == []
+        assert together.metrics().num_predictions == alone.metrics().num_predictions
+
     @pytest.mark.parametrize("value", [-1, 1.5, True, "1", None], ids=repr)
     def test_a_length_that_is_no_count_is_refused(self, value: Any) -> None:
         """In the request and in the observation."""
@@ -140,6 +175,14 @@ class LifetimePredictorContract:
         for sequence_id in ("aborted", "aborted", "never asked"):
             predictor.forget(sequence_id=SequenceId(sequence_id))
         assert predictor.metrics().num_updates == 0
+
+    def test_it_is_trained_on_examples_or_says_that_it_is_not(self) -> None:
+        """What cannot be trained says so, and so does what gets too few examples: no file is left."""
+        predictor = self.make()
+        with TemporaryDirectory() as folder:
+            with pytest.raises(ConfigError):
+                predictor.train([(ask(), 5)], Path(folder) / "weights")
+            assert list(Path(folder).iterdir()) == []
 
     def test_it_costs_little(self) -> None:
         """Both calls stay under a millisecond after many sequences."""

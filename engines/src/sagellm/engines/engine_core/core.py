@@ -130,7 +130,7 @@ class EngineCore(EngineProtocol):
         self._work: StepWork | None = None  # of the step collected last
         self._num_preemptions_seen = 0
         self._preparing = parts.preparing
-        self._predictions = Predictions(parts.predictor, parts.registry)
+        self._predictions = Predictions(parts.predictor, parts.registry, parts.kv.cache, parts.kv.seats)
         self.add_metrics("grammar", parts.preparing.metrics)
         self.add_metrics("recorder", parts.recorder.metrics)
         self.add_metrics("lifetime_predictor", self._predictions.metrics)
@@ -173,6 +173,7 @@ class EngineCore(EngineProtocol):
                     return outputs
                 if (head := self.scheduler.shut_out()) is not None:
                     outputs.add(self._fail(head.sequence_id, self._no_room(head)))
+            self._predictions.renew()
             has_advanced = False
             for result in self.steps.collect(0 if planned is None else self.steps.depth):
                 has_advanced |= len(result.seats) > 0
@@ -479,7 +480,7 @@ class EngineCore(EngineProtocol):
         self._metrics.num_finished += 1
         self._metrics.num_output_tokens += num_output_tokens
         if reason in ("stop", "length"):
-            self._predictions.end(sequence, finished_ns)
+            self._predictions.end(sequence, finished_ns, has_stopped=reason == "stop")
         else:
             self._predictions.forget(sequence)
         if self._is_traced:

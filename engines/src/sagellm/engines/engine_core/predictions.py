@@ -2,43 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, replace
 
-from sagellm.core import LifetimeMetrics, LifetimePredictorProtocol, PluginRegistry, PredictionRequest
-from sagellm.core.lifetime_scores import LifetimeScores, predicted_length
+import numpy as np
+
+from sagellm.core import (
+    LifetimeMetrics,
+    LifetimePrediction,
+    LifetimePredictorProtocol,
+    PluginRegistry,
+    PredictionRequest,
+)
+from sagellm.core.lifetime_scores import LifetimeScores, scored_prediction
 from sagellm.core.plugins.failure import contained
+from sagellm.core.protocols.prefix_cache import PrefixCacheProtocol
+from sagellm.core.unchecked import unchecked
 from sagellm.engines.engine_core.observers import Failures
+from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.engine_core.sequence import Sequence
+
+_MIN_TOKENS = 8
+"""Tokens that a sequence generates at least before its length is predicted once more."""
 
 
 class Predictions:
-    """Asks and teaches the predictor, and scores it. What it raises is only logged: it only guesses."""
+    """Asks and teaches the predictor, and scores it. What it raises is only logged: it only guesses.
 
-    def __init__(self, predictor: LifetimePredictorProtocol, registry: PluginRegistry) -> None:
-        self._predictor = predictor
+    A sequence is predicted when it arrives, and again when it has become longer than predicted.
+    """
+
+    def __init__(
+        self,
+        predictor: LifetimePredictorProtocol,
+        registry: PluginRegistry,
+        cache: PrefixCacheProtocol,
+        seats: Seats,
+    ) -> None:
+        self._predictor, self._cache, self._seats = predictor, cache, seats
         self._failures = Failures(registry, "the lifetime predictor")
         self._scores = LifetimeScores()
 
     def begin(self, sequence: Sequence) -> None:
         """Ask about a sequence that has just arrived."""
         request = sequence.request
-        asked = PredictionRequest(
-            sequence_id=sequence.sequence_id, token_ids=request.token_ids, max_length=request.max_tokens
-        )
         with contained() as failure:
             self._scores.num_predictions += 1
+            sequence.asked = asked = PredictionRequest(
+                sequence_id=sequence.sequence_id,
+                token_ids=request.token_ids,
+                max_length=request.max_tokens,
+                tenant=request.tenant.name,
+                answers=self._cache.answers(request.token_ids, request.namespace),
+                arrival_ns=request.arrival_ns,
+            )
             prediction = self._predictor.predict(asked)
-            sequence.scored_length = predicted_length(asked, prediction)
-            remaining, confidence = float(prediction.remaining_length), float(prediction.confidence)
-            sequence.predicted_tokens, sequence.confidence = remaining, confidence
+            sequence.scored = scored_prediction(asked, prediction)
+            _take(sequence, prediction, 0)
         self._failures.log(failure.error)
 
-    def end(self, sequence: Sequence, finished_ns: int) -> None:
+    def renew(self) -> None:
+        """Ask again about the running sequences that have become longer than predicted, all at once."""
+        seats = self._seats
+        due = np.flatnonzero(seats.num_tokens >= seats.ask_at)
+        if not len(due):
+            return
+        lengths = (seats.num_tokens[due] - seats.num_prompt[due]).tolist()
+        with contained() as failure:
+            self._renew(seats.sequences[due].tolist(), lengths)
+        if failure.error is not None:
+            seats.ask_at[due] = np.iinfo(np.int32).max  # it keeps what was predicted first
+        self._failures.log(failure.error)
+
+    def end(self, sequence: Sequence, finished_ns: int, *, has_stopped: bool) -> None:
         """Score what was predicted of a sequence that stopped or reached its limit, and teach it."""
         actual_length, max_length = sequence.num_output_tokens, sequence.request.max_tokens
-        self._scores.end(sequence.scored_length, actual_length=actual_length, max_length=max_length)
+        self._scores.end(sequence.scored, actual_length=actual_length, max_length=max_length)
         self._scores.num_updates += 1
         with contained() as failure:
+            if has_stopped:
+                request = sequence.request
+                self._cache.record_answer(request.token_ids, actual_length, request.namespace)
             self._predictor.update(
                 sequence_id=sequence.sequence_id,
                 actual_length=actual_length,
@@ -61,3 +105,26 @@ class Predictions:
                 return replace(own, **asdict(scores))
         self._failures.log(failure.error)
         return scores
+
+    def _renew(self, sequences: Seq[Sequence], lengths: Seq[int]) -> None:
+        asked = [
+            unchecked(PredictionRequest, vars(sequence.asked), current_length=length)
+            for sequence, length in zip(sequences, lengths, strict=True)
+        ]
+        columns = self._seats.schedule_columns.arrays
+        found = self._predictor.predict_all(asked)
+        for sequence, length, prediction in zip(sequences, lengths, found, strict=True):
+            predicted = _take(sequence, prediction, length)
+            seat = sequence.seat
+            assert seat is not None, "it runs"
+            columns["predicted_tokens"][seat] = predicted
+            columns["confidence"][seat] = sequence.confidence
+            ahead = max(int(predicted) + 1 - length, _MIN_TOKENS, length // 4)
+            self._seats.ask_at[seat] = self._seats.num_tokens[seat] + ahead
+
+
+def _take(sequence: Sequence, prediction: LifetimePrediction, length: int) -> float:
+    """Note what is predicted of a sequence with so much output, and return the predicted whole length."""
+    predicted, confidence = length + float(prediction.remaining_length), float(prediction.confidence)
+    sequence.predicted_tokens, sequence.confidence = predicted, confidence
+    return predicted

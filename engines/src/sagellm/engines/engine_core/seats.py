@@ -25,7 +25,7 @@ NUM_STOPS = 8
 
 
 _FIXED = {name: dtype for name, dtype in SCHEDULE_COLUMNS.items() if name not in CHANGING_COLUMNS}
-_FIXED["predicted_tokens"] = "f4"  # of the whole output, when it arrived; NaN if unknown
+_FIXED["predicted_tokens"] = "f4"  # of the whole output, as predicted last; NaN if unknown
 
 
 class RemainingColumns(dict[str, npt.NDArray[Any]]):
@@ -98,6 +98,7 @@ class Seats:
         self.num_prompt: Ints = self.schedule_columns.arrays["num_prompt_tokens"]
         self.last_step: npt.NDArray[np.int64] = np.zeros(num_seats, np.int64)  # in which it was scheduled
         self.generation: Ints = np.zeros(num_seats, np.int32)
+        self.ask_at: Ints = np.full(num_seats, _MOST, np.int32)  # tokens at which to predict once more
         self.is_held = np.zeros(num_seats, np.bool_)  # drafts are in flight: what follows is not known
         self.scored: set[int] = set()  # seats of which log-probabilities of the prompt are still wanted
         self.with_many_stops: set[int] = set()
@@ -134,6 +135,8 @@ class Seats:
         self.min_total[seat] = min(num_prompt + params.min_tokens, _MOST)
         self.schedule_columns.put(seat, sequence)
         self.last_step[seat] = -1
+        predicted = sequence.predicted_tokens
+        self.ask_at[seat] = _MOST if predicted is None else min(num_prompt + int(predicted) + 1, _MOST)
         self.is_held[seat] = False
         if len(stops) > NUM_STOPS:
             self.with_many_stops.add(seat)
@@ -162,6 +165,7 @@ class Seats:
         """Empty a seat."""
         self.sequences[seat] = self.sequence_ids[seat] = None
         self.num_committed[seat] = self.lengths[:, seat] = 0
+        self.ask_at[seat] = _MOST
         self.generation[seat] += 1
         self.scored.discard(seat)
         self.with_many_stops.discard(seat)

@@ -6,7 +6,16 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Self
 
-from sagellm.core import EMPTY, BlockId, PrefixMatch, Request, SequenceId, TokenIds
+from sagellm.core import (
+    EMPTY,
+    BlockId,
+    PredictionRequest,
+    PrefixMatch,
+    Request,
+    SequenceId,
+    TokenIds,
+)
+from sagellm.core.lifetime_scores import ScoredPrediction
 from sagellm.core.protocols.engine import EngineSequence, PromptScores
 from sagellm.core.protocols.step import Seat
 from sagellm.core.tenant import hash_of
@@ -60,9 +69,10 @@ class Sequence:
     status: RequestStatus = RequestStatus.WAITING
     num_cached_tokens: int | None = None  # of the first admission
     num_preemptions: int = 0
-    predicted_tokens: float | None = None  # of its output, when it arrived
+    predicted_tokens: float | None = None  # of its whole output, as predicted last
     confidence: float | None = None  # of that prediction
-    scored_length: float | None = None  # as predicted when it arrived; None: not to be scored
+    asked: PredictionRequest | None = None  # what the predictor was told when it arrived
+    scored: ScoredPrediction | None = None  # of when it arrived; None: not to be scored
     scheduled_ns: int | None = None  # start of the first step that computed any of it
     first_token_ns: int | None = None
     num_to_score: int = 0  # positions of the prompt whose logits give the next prompt token's log-probability

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
         LifetimePredictorProtocol as LifetimePredictorProtocol,
         PredictionRequest as PredictionRequest,
     )
+    from sagellm.kvmgr.lifetime.learnt import (
+        LSTMLifetimePredictor as LSTMLifetimePredictor,
+        TransformerLifetimePredictor as TransformerLifetimePredictor,
+    )
+    from sagellm.kvmgr.lifetime.online import OnlineLifetimePredictor as OnlineLifetimePredictor
+    from sagellm.kvmgr.lifetime.ranker import RankingLifetimePredictor as RankingLifetimePredictor
     from sagellm.kvmgr.lifetime.statistical import (
         StatisticalLifetimePredictor as StatisticalLifetimePredictor,
     )
@@ -21,6 +27,9 @@ _NAMES = {
     "sagellm.core.protocols.lifetime": """
         LifetimeMetrics LifetimePrediction LifetimePredictorProtocol PredictionRequest
     """,
+    ".learnt": "LSTMLifetimePredictor TransformerLifetimePredictor",
+    ".online": "OnlineLifetimePredictor",
+    ".ranker": "RankingLifetimePredictor",
     ".statistical": "StatisticalLifetimePredictor",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
