@@ -303,7 +303,7 @@ def test_check_tells_one_cause_once_with_the_rules_that_it_breaks(sage, install)
         in out
     )
     of_both = sage("plugins", "check", "moon-plugin").out
-    assert "lifetime_predictor mars and lifetime_predictor moon break their contracts in 7 rules" in of_both
+    assert "lifetime_predictor mars and lifetime_predictor moon break their contracts in 8 rules" in of_both
     assert of_both.count("KeyError") == 1
 
 

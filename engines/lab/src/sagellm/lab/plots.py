@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from sagellm.core.protocols.lifetime import TrainingEpoch
+    from sagellm.lab.simulation.predictor_scores import PredictorFigures
     from sagellm.lab.simulation.served_load import ServedRequest
 
 _PLAIN = "{x:g}"
@@ -158,4 +160,42 @@ def plot_serving(path: Path, runs: Mapping[str, Seq[ServedRequest]], *, title: s
     times.set(xlabel="arrival (s)", ylabel="time to first token (s)", yscale="log")
     for axis in (shares.xaxis, times.yaxis):
         axis.set_major_formatter(_PLAIN)
+    _save(figure, entries, path)
+
+
+def plot_training(path: Path, history: Seq[TrainingEpoch], *, title: str) -> None:
+    """Draw the losses of a training by epoch, and beside them the error on what was held back.
+
+    Raises ConfigError if it cannot be written.
+    """
+    figure = _new_figure(title, width=9, height=4)
+    losses, errors = figure.subplots(1, 2)
+    epochs = [each.epoch for each in history]
+    entries: dict[str, Artist] = {}
+    (entries["trained on"],) = losses.plot(epochs, [each.loss for each in history])
+    (entries["held back"],) = losses.plot(epochs, [each.held_back_loss for each in history])
+    errors.plot(epochs, [each.held_back_mae for each in history], color=losses.lines[1].get_color())
+    losses.set(xlabel="epoch", ylabel="loss (nats per request)")
+    errors.set(xlabel="epoch", ylabel="mean absolute error (tokens)", ylim=(0, None))
+    _save(figure, entries, path)
+
+
+def plot_calibration(path: Path, figures: Seq[PredictorFigures], *, title: str) -> None:
+    """Draw how often orders were right by how often they were said to be, and the mean errors.
+
+    Raises ConfigError if it cannot be written.
+    """
+    figure = _new_figure(title, width=9, height=4.5)
+    axes, errors = figure.subplots(1, 2)
+    entries: dict[str, Artist] = {}
+    for each in figures:
+        if each.calibration:
+            claimed, right = [row[0] for row in each.calibration], [row[1] for row in each.calibration]
+            (entries[each.name],) = axes.plot(claimed, right, "o-", markersize=4)
+    (entries["as claimed"],) = axes.plot([0.4, 1], [0.4, 1], ":", color="gray")
+    axes.set(xlabel="confidence", ylabel="pairs in the right order")
+    names = [each.name for each in figures]
+    errors.barh(names, [each.mae_tokens for each in figures], color="gray")
+    errors.set(xlabel="mean absolute error (tokens)")
+    errors.invert_yaxis()
     _save(figure, entries, path)

@@ -40,7 +40,7 @@ _WEIGHT_DECAY = 0.998
 _PRIOR_STRENGTH = 4.0  # observations that a new kind of request takes its weights from
 _NUM_PEERS, _MIN_PEERS = 128, 8
 _MISSED = 0.1  # of the lengths on each side of an interval
-_STEP = 0.005  # by which an interval's ends move
+_STEP = 0.02  # by which an interval's ends move
 
 
 @dataclass(slots=True)
