@@ -49,6 +49,29 @@ class Constant(LifetimePredictorProtocol):
         return OwnMetrics(num_predictions=0, num_updates=0, num_questions=self._num_questions)
 
 
+class Listening(Constant):
+    """Notes what it is asked, one by one and all at once."""
+
+    def __init__(self):
+        super().__init__(length=5.0)
+        self.asked, self.batches = [], []
+
+    def predict(self, request):
+        self.asked.append(request)
+        return super().predict(request)
+
+    def predict_all(self, requests):
+        self.batches.append([(each.sequence_id, each.current_length) for each in requests])
+        return super().predict_all(requests)
+
+
+class Late(Constant):
+    """Answers at admission, and fails when it is asked again."""
+
+    def predict_all(self, requests):
+        raise RuntimeError("asked too often")
+
+
 class Mute(Constant):
     def metrics(self):
         raise RuntimeError("I do not count")
@@ -61,13 +84,15 @@ def registry():
         def sagellm_providers(self):
             return [
                 Provider("lifetime_predictor", name.lower(), f"{__name__}:{name}", "of a test")
-                for name in ("Constant", "Mute")
+                for name in ("Constant", "Listening", "Late", "Mute")
             ]
 
     registry = PluginRegistry.load()
     registry.register(Plugin(), distribution="acme")
     resolve = registry.resolve
-    own = {"constant": Constant, "mute": Mute}  # this module has no importable name
+    own = {
+        each.__name__.lower(): each for each in (Constant, Listening, Late, Mute)
+    }  # this module has no importable name
     registry.resolve = lambda kind, name: own.get(name) or resolve(kind, name)
     return registry
 
@@ -91,6 +116,37 @@ def test_a_predictor_from_outside_is_scored_and_its_own_figures_stay(make_engine
         within_10_percent_or_5_tokens=float(12 - length <= 5),
         num_questions=4,  # and when the first output became longer than predicted, twice
     )
+
+
+def test_a_request_comes_with_the_answers_to_its_prefixes_unless_they_were_cut(make_engine, registry):
+    engine = make_engine(registry=registry, lifetime_predictor="listening", block_size=4)
+    asked = engine.client.core.parts.predictor.asked
+    prompt = list(range(5, 17))
+    cut = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    tokens = list(engine.generate([prompt], cut)[0].outputs[0].token_ids)
+    engine.generate([[*prompt, 3]], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    assert [each.answers for each in asked if not each.current_length] == [(), ()]
+    stop = tokens[7]
+    engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=[stop]))
+    engine.generate([[*prompt[:8], 3, 3, 3, 3]], SamplingParams(max_tokens=1))
+    (known,) = asked[-1].answers
+    assert (known.num_tokens, known.lengths) == (8, (tokens.index(stop) + 1,))
+    assert known.last_ns <= asked[-1].arrival_ns
+
+
+def test_sequences_longer_than_predicted_are_asked_about_together(make_engine, registry):
+    engine = make_engine(registry=registry, lifetime_predictor="listening")
+    engine.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=30, ignore_eos=True))
+    batches = engine.client.core.parts.predictor.batches
+    assert [sorted(length for _, length in batch) for batch in batches[:2]] == [[6, 6], [14, 14]]
+    assert len({name for name, _ in batches[0]}) == 2
+
+
+def test_a_predictor_that_fails_when_asked_again_is_not_asked_any_more(make_engine, registry, caplog):
+    engine = make_engine(registry=registry, lifetime_predictor="late{length=3}")
+    (output,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=30, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 30
+    assert caplog.text.count("the lifetime predictor failed") == 1
 
 
 def test_metrics_that_fail_leave_the_engines_own_scores(make_engine, registry):
