@@ -15,6 +15,8 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 from loads import LOADS, num_distinct_blocks
 
+from sagellm.kvmgr.eviction.shadows import Duel
+
 LEAST = -0.3
 """Points of tokens saved that it may be under LRU."""
 
@@ -62,6 +64,33 @@ def test_its_shadow_of_lru_saves_what_lru_saves():
     num_tokens = sum(one.num_prompt_tokens for one in requests)
     block_tokens = requests[0].block_tokens
     assert 100 * details["shadow_blocks_saved_lru"] * block_tokens / num_tokens == pytest.approx(lru, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["one shot", "chat"])
+def test_its_shadow_of_the_learnt_order_saves_what_the_cache_does_that_follows_it(name, monkeypatch):
+    """Shared beginnings that come back with a prompt were once given up with it: 3 points of "one shot"."""
+    monkeypatch.setattr(Duel, "is_won", property(lambda _: True, lambda *_: None), raising=False)
+    requests = LOADS[name](3, 1000)
+    num_blocks = num_distinct_blocks(requests) // 10
+    reuse, details = saved(requests, "reuse", num_blocks)
+    num_tokens = sum(one.num_prompt_tokens for one in requests)
+    shadow = 100 * details["shadow_blocks_saved_reuse"] * requests[0].block_tokens / num_tokens
+    assert reuse == pytest.approx(shadow, abs=0.6)
+
+
+def test_it_says_by_which_order_each_block_was_evicted():
+    requests = LOADS["nearly all"](2, 600)
+    values = {
+        "kv.num_blocks": num_distinct_blocks(requests) // 10,
+        "kv.block_size": requests[0].block_tokens,
+        "prefix_cache.eviction_policy": "reuse",
+    }
+    cache = CacheReplay(EngineConfig().with_values(values))
+    assert len(list(cache.run(requests))) == 600
+    details = cache.kv.metrics_of["eviction_policy"]().details
+    told = [details["num_blocks_by_last_use"], details["num_blocks_by_learnt_order"]]
+    assert min(told) > 0
+    assert sum(told) == cache.kv.cache.metrics().num_evicted_blocks
 
 
 def test_an_admission_makes_no_explanation_that_nobody_asked_for(monkeypatch):

@@ -147,7 +147,7 @@ def test_the_order_is_that_of_the_index_at_every_moment():
             continue
         assert key(places[found.number], now) == min(key(place, now) for place in places.values())
         if random.random() < 0.2:
-            for leaf in ranking.take(now, random.randrange(4)):
+            for leaf in ranking.take(now, random.randrange(4), lambda leaf: True):
                 first = key(places.pop(leaf.number), now)
                 assert first <= min((key(place, now) for place in places.values()), default=first)
         assert len(ranking) == len(places)
@@ -342,9 +342,53 @@ def test_the_last_blocks_of_turns_go_first_once_they_are_known_not_to_come_back(
     assert policy.victim() is leaf
     assert policy.num_victim_blocks(leaf, 4) == 1
     leaf.num_blocks -= 1
+    leaf.depth -= 16
     policy.on_resize(leaf, -1)
     assert policy.victim() is leaf
-    assert policy.num_victim_blocks(leaf, 4) == 4, "only once"
+    assert policy.num_victim_blocks(leaf, 4) == 3, "only once"
+
+
+def test_of_a_shared_beginning_that_is_back_with_a_prompt_only_the_prompts_own_end_is_given_up():
+    policy = ReuseEvictionPolicy()
+    cache = Cache(policy)
+    system = cache.insert(0, num_blocks=8)
+    for second in range(1, 8):
+        cache.hit(second, system)
+        own = cache.insert(second, above=system, num_blocks=2)
+        policy.add_candidate(own)
+        policy.remove_candidate(own)
+        policy.on_remove(own)
+    policy.on_remove(system)
+    other = cache.insert(10)
+    policy.add_candidate(other)
+    known = system.depth
+    whole = cache.insert(20, num_blocks=10, former_id=system.node_id, former_depth=known)
+    policy.add_candidate(whole)
+    policy.remove_candidate(other)
+    policy.on_remove(other)
+    follow_what_was_learnt(policy)
+    assert policy.victim() is whole
+    assert not list(policy.victims(10)), "it does not go whole"
+    assert policy.num_victim_blocks(whole, 10) == 2
+    whole.num_blocks, whole.depth = 8, known
+    policy.on_resize(whole, -2)
+    assert policy.num_victim_blocks(whole, 10) == 8
+    assert list(policy.victims(10)) == [whole]
+    evicted = policy.metrics().details
+    assert evicted["num_blocks_by_learnt_order"] == 10
+    assert evicted["num_blocks_by_last_use"] == 4 + 7 * 2 + 8 - 26, "what was not named does not count"
+
+
+def test_before_it_has_learnt_long_conversations_are_expected_to_go_on():
+    model = ReturnModel()
+    chances = [
+        model.add(turn(float(number), number, None if number == 1 else 60.0, (number - 1) * math.log(60.0)))[
+            1
+        ]
+        for number in (1, 2, 5, 9)
+    ]
+    assert chances == sorted(chances)
+    assert chances[0] < 0.5 < chances[2]
 
 
 def test_no_call_learns_from_more_than_a_slice_of_the_turns(monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -181,11 +181,11 @@ class ReturnRanking(Generic[_Leaf]):
         assert found is not None, "a claim has a leaf"
         return found[2]
 
-    def take(self, now_s: float, num_blocks: int) -> Iterator[_Leaf]:
+    def take(self, now_s: float, num_blocks: int, is_whole: Callable[[_Leaf], bool]) -> Iterator[_Leaf]:
         """Remove and yield whole leaves in order, at most this many blocks in total.
 
-        Ends at the first leaf that exceeds the rest, or that gives up only its end. Leaves may be
-        added while it runs.
+        Ends at the first leaf that exceeds the rest, or that gives up only its end, as is_whole says. Leaves
+        may be added while it runs.
         """
         while num_blocks > 0 and (claim := self._best(now_s)) is not None:
             group = claim.group
@@ -198,7 +198,7 @@ class ReturnRanking(Generic[_Leaf]):
                     break
                 leaf = found[2]
                 num_blocks -= leaf.num_blocks
-                if num_blocks < 0:
+                if num_blocks < 0 or not is_whole(leaf):
                     return
                 self.discard(found[1])
                 yield leaf

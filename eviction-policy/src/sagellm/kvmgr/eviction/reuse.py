@@ -64,7 +64,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
 
     Every prompt that enters the cache is a turn. It continues a conversation if it begins with the
     whole of its last turn, or diverges from it where no prompts diverged before: a system prompt is not a
-    turn. ReturnModel learns from the turns which ones are continued and when, starting cold.
+    turn. ReturnModel learns from the turns which ones are continued and when.
 
     Evicted first is what a conversation left behind when it continued; then the last block of each turn, if
     such blocks prove not to be reused (in replays, they are a prompt's partial blocks); then the rest by the
@@ -88,6 +88,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         self._num_ends = self._num_lost_ends = 0
         self._num_blocks = self._block = 0
         self._is_full = False  # something has been evicted
+        self._num_evicted = {False: 0, True: 0}  # blocks, by whether the learnt order was in force
         self._now_s = 0.0
         self._learn_with(ReturnModels(window=window))
 
@@ -127,6 +128,10 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     def on_resize(self, node: CachedNode, num_more: int) -> None:
         """New blocks of a leaf belong to its turn."""
         self._num_blocks += num_more
+        if num_more < 0:
+            self._num_evicted[self._duel.is_won] -= num_more
+            if node.node_id in self._ranking:
+                self.add_candidate(node)  # another turn may have used what ends it now
         known = self._known.get(node.node_id)
         if num_more > 0 and known is not None and known.turn is not None and not known.turn.is_shared:
             self._lengthen(known, known.turn)
@@ -153,6 +158,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         self._forget(node)
         if node_id == self._named:
             self._metrics.num_victims += 1
+            self._num_evicted[self._duel.is_won] += node.num_blocks
             self._named = None
 
     def add_candidate(self, node: CachedNode) -> None:
@@ -170,6 +176,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
                 turn = self._next_turn(node, turn, node.depth, now_s)
                 self._assign(known, turn, path)
                 self._duel.use(path, turn, depth, depth, self._room, now_s)
+            turn = self._end_turn(node) or turn
             place = turn.place(self._rank(node, turn))
         self._ranking.add(node.node_id, node, place, now_s)
         self._by_use.add(node)
@@ -190,7 +197,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         """Yield leaves to evict whole."""
         self._is_full = True
         by_use, by_worth, is_won = self._by_use, self._ranking, self._duel.is_won
-        taken = by_worth.take(self._now_s, num_blocks) if is_won else by_use.take(num_blocks)
+        taken = by_worth.take(self._now_s, num_blocks, self._is_in_one) if is_won else by_use.take(num_blocks)
         for node in taken:
             if is_won:
                 by_use.discard(node)
@@ -198,14 +205,20 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
                 by_worth.discard(node.node_id)
             self._forget(node)
             self._metrics.num_victims += 1
+            self._num_evicted[is_won] += node.num_blocks
             yield node
 
     def num_victim_blocks(self, node: CachedNode, num_wanted: int) -> int:
-        """Give up only the last block of a turn that is whole, if such blocks do not come back."""
-        known = self._known.get(node.node_id)
-        turn = None if known is None else known.turn
-        if turn is None or not self._duel.is_won or self._rank(node, turn) != END:
+        """Return how many blocks a victim gives up from its end.
+
+        By the learnt order, those of the turn that used its last block; of a turn that is whole only the last
+        one, if such blocks do not come back.
+        """
+        turn = self._end_turn(node)
+        if turn is None or not self._duel.is_won:
             return num_wanted
+        if self._rank(node, turn) != END:
+            return min(num_wanted, self._num_end_blocks(node))
         turn.is_cut = True
         self.add_candidate(node)
         return 1
@@ -218,7 +231,11 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
 
     def metrics(self) -> EvictionMetrics:
         """Return the counts so far; the details are what was learnt and what the shadows saved."""
-        details = self._models.details() | self._duel.details()
+        evicted = {
+            "num_blocks_by_last_use": float(self._num_evicted[False]),
+            "num_blocks_by_learnt_order": float(self._num_evicted[True]),
+        }
+        details = self._models.details() | self._duel.details() | evicted
         return replace(self._metrics, num_candidates=len(self._by_use), details=details)
 
     def _learn_with(self, models: ReturnModels) -> None:
@@ -239,6 +256,27 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
             return LEFT_BEHIND
         is_end = turn.leaf_id == node.node_id and not turn.is_cut and node.num_blocks > 1
         return END if is_end and self._gives_up_ends else LIVE
+
+    def _end_of(self, node: CachedNode) -> Stretch | None:
+        """Return the stretch with a node's last block; a node that was evicted and is back has several."""
+        known = self._known.get(node.node_id)
+        step = None if known is None or known.turn is None else known.turn.stretch
+        while step is not None and step.start * self._block >= node.depth:
+            step = step.parent
+        return step
+
+    def _end_turn(self, node: CachedNode) -> Turn | None:
+        """Return the newest turn that used a node's last block."""
+        end, known = self._end_of(node), self._known.get(node.node_id)
+        return end.turn if end is not None else None if known is None else known.turn
+
+    def _num_end_blocks(self, node: CachedNode) -> int:
+        """Count a node's blocks in the stretch that ends it."""
+        end = self._end_of(node)
+        return node.num_blocks if end is None else min(node.num_blocks, node.depth // self._block - end.start)
+
+    def _is_in_one(self, node: CachedNode) -> bool:
+        return self._num_end_blocks(node) == node.num_blocks
 
     @property
     def _gives_up_ends(self) -> bool:

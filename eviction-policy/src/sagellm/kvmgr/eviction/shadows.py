@@ -234,7 +234,7 @@ class Shadows:
 _MEMORY = 8.0
 """After this many refills of the cache, a saving has 1 ÷ e of its weight."""
 
-_ERRORS_AHEAD = 1.5
+_ERRORS_AHEAD = 0.5
 """The learnt order is followed once it leads by this many standard errors."""
 
 
@@ -242,7 +242,7 @@ class Duel:
     """Compares two shadows of a cache: one evicts by last use, the other by what room earns.
 
     `is_won` says that the latter saves more. Its lead is the sum, over prompts, of the difference in blocks
-    saved, older ones discounted; it wins when the lead is 1.5 times its standard error (the root of the
+    saved, older ones discounted; it wins when the lead is half its standard error (the root of the
     sum of squares), and loses when it no longer leads. So chance seldom decides, while a change of the load
     does within a few refills of the cache.
     """
