@@ -49,6 +49,7 @@ class _Known:
     node: CachedNode
     above: _Known | None = field(repr=False)
     turn: Turn | None = None  # the newest one whose path it is on
+    ranked: Turn | None = None  # the one that it was last ranked by
 
     def give(self, turn: Turn | None) -> None:
         """Let it belong to a turn."""
@@ -126,14 +127,15 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
             whole.above = known
 
     def on_resize(self, node: CachedNode, num_more: int) -> None:
-        """New blocks of a leaf belong to its turn."""
+        """New blocks of a leaf belong to its turn; where some were evicted, another may have used its end."""
         self._num_blocks += num_more
+        known = self._known.get(node.node_id)
         if num_more < 0:
             self._num_evicted[self._duel.is_won] -= num_more
-            if node.node_id in self._ranking:
-                self.add_candidate(node)  # another turn may have used what ends it now
-        known = self._known.get(node.node_id)
-        if num_more > 0 and known is not None and known.turn is not None and not known.turn.is_shared:
+            is_ranked = node.node_id in self._ranking
+            if is_ranked and known is not None and known.ranked is not self._end_turn(known):
+                self.add_candidate(node)
+        elif known is not None and known.turn is not None and not known.turn.is_shared:
             self._lengthen(known, known.turn)
 
     def on_hit(self, node: CachedNode) -> None:
@@ -176,7 +178,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
                 turn = self._next_turn(node, turn, node.depth, now_s)
                 self._assign(known, turn, path)
                 self._duel.use(path, turn, depth, depth, self._room, now_s)
-            turn = self._end_turn(node) or turn
+            known.ranked = turn = self._end_turn(known) or turn
             place = turn.place(self._rank(node, turn))
         self._ranking.add(node.node_id, node, place, now_s)
         self._by_use.add(node)
@@ -214,7 +216,8 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         By the learnt order, those of the turn that used its last block; of a turn that is whole only the last
         one, if such blocks do not come back.
         """
-        turn = self._end_turn(node)
+        known = self._known.get(node.node_id)
+        turn = None if known is None else self._end_turn(known)
         if turn is None or not self._duel.is_won:
             return num_wanted
         if self._rank(node, turn) != END:
@@ -257,22 +260,23 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         is_end = turn.leaf_id == node.node_id and not turn.is_cut and node.num_blocks > 1
         return END if is_end and self._gives_up_ends else LIVE
 
-    def _end_of(self, node: CachedNode) -> Stretch | None:
+    def _end_of(self, known: _Known) -> Stretch | None:
         """Return the stretch with a node's last block; a node that was evicted and is back has several."""
-        known = self._known.get(node.node_id)
-        step = None if known is None or known.turn is None else known.turn.stretch
-        while step is not None and step.start * self._block >= node.depth:
+        step = None if known.turn is None else known.turn.stretch
+        first = known.node.depth - self._block
+        while step is not None and step.start * self._block > first:
             step = step.parent
         return step
 
-    def _end_turn(self, node: CachedNode) -> Turn | None:
+    def _end_turn(self, known: _Known) -> Turn | None:
         """Return the newest turn that used a node's last block."""
-        end, known = self._end_of(node), self._known.get(node.node_id)
-        return end.turn if end is not None else None if known is None else known.turn
+        end = self._end_of(known)
+        return known.turn if end is None else end.turn
 
     def _num_end_blocks(self, node: CachedNode) -> int:
         """Count a node's blocks in the stretch that ends it."""
-        end = self._end_of(node)
+        known = self._known.get(node.node_id)
+        end = None if known is None else self._end_of(known)
         return node.num_blocks if end is None else min(node.num_blocks, node.depth // self._block - end.start)
 
     def _is_in_one(self, node: CachedNode) -> bool:
