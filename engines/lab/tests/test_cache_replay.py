@@ -141,7 +141,7 @@ def test_a_policy_that_learns_keeps_who_comes_back():
     )
     saved = {run.eviction_policy: run.figures.token_saving for run in found.runs}
     assert saved["lru"] < saved["reuse"] < saved["belady"]
-    assert (saved["reuse"] - saved["lru"]) / (saved["belady"] - saved["lru"]) > 0.5, saved
+    assert (saved["reuse"] - saved["lru"]) / (saved["belady"] - saved["lru"]) > 0.45, saved
 
 
 @pytest.mark.repeats
