@@ -1,11 +1,13 @@
 """How well the cost model predicts the engine: `python benchmarks/fidelity.py [MODEL]`.
 
-Steps of one mix are measured on the real engine and fitted (as `sage llm bench fit` does). Another load, with
-conversations that share prefixes and begin as a Poisson process, then runs on the real engine, and once more
-on virtual time with the fitted costs: each real step is predicted, and the simulated run's total time is
-compared with the real one's. Two rates: one that leaves the engine idle at times, one above its capacity
-(requests a second when all come at once, as simulated). Both mixes are measured in turns on one engine, so
-that a machine whose speed drifts does so for both.
+Steps of one mix are measured on the real engine and fitted (as `sage llm bench fit` does), and what the host
+does between them. Another load, conversations that share prefixes and bursts of long prompts with short
+outputs, then runs on the real engine, and once more on virtual time with the fitted costs: each real step is
+predicted, and the simulated run's total time and TTFT are compared with the real one's. Two rates: one that
+leaves the engine idle at times, one above its capacity (requests a second when all come at once, as
+simulated). There TTFT is the difference between two times, that of service and that of arrivals, so its
+error is a multiple of theirs. Both mixes are measured in turns on one engine, so that a machine whose speed
+drifts does so for both.
 
 With --cpu-time, one thread computes and the clock is the process's CPU time, so that other processes
 of a shared machine count less; idle time is skipped on both sides.
@@ -18,13 +20,14 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from random import Random
 from statistics import fmean, median
 from time import process_time_ns, time
 from typing import Any
 
 from common import foreign_cores, output_flags, publish
 
-from sagellm.core import Clock, Runtime, TraceRequest
+from sagellm.core import Clock, Runtime, TraceRequest, pack
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
 from sagellm.engines.metrics.latency import percentile
@@ -39,6 +42,7 @@ from sagellm.lab.bench.step_fit import (
 from sagellm.lab.simulation.conversations import ConversationSettings, simulate_clients
 from sagellm.lab.simulation.served_load import LoadSettings, ServedRequest
 from sagellm.lab.simulation.serving import simulate_serving
+from sagellm.lab.simulation.serving_figures import ServingFigures
 from sagellm.lab.simulation.step_costs import StepCosts
 from sagellm.lab.traces.lengths import Lengths
 
@@ -63,9 +67,9 @@ class CPUClock(Clock):
 
 
 def judged_load(options: argparse.Namespace) -> list[TraceRequest]:
-    """Make conversations of several turns behind one system message, unlike the mix that is fitted."""
+    """Make conversations behind one system message and bursts of long prompts, unlike what is fitted."""
     settings = ConversationSettings(
-        num_requests=options.requests,
+        num_requests=options.requests - round(options.burst_share * options.requests),
         turns=Lengths.parse("uniform:1:4"),
         system_len=options.scale * 4,
         user_len=Lengths.parse(f"lognormal:{options.scale * 5}:0.6"),
@@ -76,9 +80,18 @@ def judged_load(options: argparse.Namespace) -> list[TraceRequest]:
         seed=options.seed + 1,
     )
     most = options.max_len
-    return [
+    talks = [
         one for one in simulate_clients(settings) if one.num_prompt_tokens + one.num_output_tokens <= most
     ]
+    rng = Random(f"bursts {options.seed}")
+    bursts: list[TraceRequest] = []
+    while len(bursts) < options.requests - settings.num_requests:
+        arrival_s = rng.uniform(0.0, talks[-1].arrival_s)
+        for _ in range(rng.randint(3, 9)):
+            num_tokens, num_output_tokens = rng.randint(most // 3, most - 16), rng.randint(2, 16)
+            prompt = pack(rng.choices(range(3, options.vocab_size), k=num_tokens))
+            bursts.append(TraceRequest(arrival_s, num_tokens, num_output_tokens, token_ids=prompt))
+    return sorted(talks + bursts, key=lambda one: one.arrival_s)
 
 
 Real = tuple[list[ServedRequest], list[MeasuredStep]]
@@ -94,7 +107,8 @@ def judge(
     """Compare real runs of one load with its simulation; figures are medians over the real runs."""
     simulated = simulate_serving(requests, config, costs, load=load)
     figures = simulated.figures
-    runs = [_compare(served, steps, costs, figures.duration_s, figures.busy_s) for served, steps in reals]
+    ttft_s = fmean(_ttft_s(one) for one in simulated.requests)
+    runs = [_compare(served, steps, costs, figures, ttft_s) for served, steps in reals]
     return {
         "num_requests": len(requests),
         "num_steps": len(reals[0][1]),
@@ -102,16 +116,21 @@ def judge(
         **{name: median(one[name] for one in runs) for name in runs[0]},
         "simulated_duration_s": figures.duration_s,
         "simulated_busy_s": figures.busy_s,
-        "simulated_mean_ttft_s": fmean(_ttft_s(one) for one in simulated.requests),
+        "simulated_mean_ttft_s": ttft_s,
         "simulated_token_hit_rate": figures.token_hit_rate,
         "runs": runs,
     }
 
 
 def _compare(
-    served: list[ServedRequest], steps: list[MeasuredStep], costs: StepCosts, duration_s: float, busy_s: float
+    served: list[ServedRequest],
+    steps: list[MeasuredStep],
+    costs: StepCosts,
+    figures: ServingFigures,
+    simulated_ttft_s: float,
 ) -> dict[str, float]:
     errors = errors_of(costs.step, steps)
+    mean_ttft_s = fmean(_ttft_s(one) for one in served)
     real_s = max(one.finished_ns or 0 for one in served) / 1e9
     real_busy_s = sum(one.took_ns for one in steps) / 1e9
     return {
@@ -119,10 +138,11 @@ def _compare(
         "p90_step_error": percentile(errors, 90),
         "predicted_steps_total_error": total_error_of(costs.step, steps),
         "duration_s": real_s,
-        "duration_error": duration_s / real_s - 1,
+        "duration_error": figures.duration_s / real_s - 1,
         "busy_s": real_busy_s,
-        "busy_error": busy_s / real_busy_s - 1,
-        "mean_ttft_s": fmean(_ttft_s(one) for one in served),
+        "busy_error": figures.busy_s / real_busy_s - 1,
+        "mean_ttft_s": mean_ttft_s,
+        "ttft_error": simulated_ttft_s / mean_ttft_s - 1,
         "token_hit_rate": sum(one.num_cached_tokens for one in served)
         / sum(one.num_prompt_tokens for one in served),
     }
@@ -158,14 +178,17 @@ def as_text(found: dict[str, Any]) -> str:
             f"{one['duration_error']:+.1%}",
             f"{one['busy_error']:+.1%}",
             f"{one['mean_ttft_s']:.3f} / {one['simulated_mean_ttft_s']:.3f} s",
+            f"{one['ttft_error']:+.1%}",
         )
         for name, one in found["loads"].items()
     ]
     head = (
         "LOAD", "REQUESTS", "STEPS, SIMULATED", "STEP ERROR", "TIME, SIMULATED", "ERROR", "BUSY ERROR",
-        "MEAN TTFT, SIMULATED",
+        "MEAN TTFT, SIMULATED", "ERROR",
     )  # fmt: skip
     return (
+        f"the host takes {found['host_step_ns'] / 1e3:.0f} µs between steps, "
+        f"{found['host_request_ns'] / 1e3:.0f} µs for each request\n"
         f"{found['model']}: fitted to {fit['num_steps']:,} steps, median error {fit['median_error']:.1%}\n\n"
         + columns(head, rows)
     )
@@ -179,6 +202,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fit-s", type=float, default=60.0, help="seconds of steps that are fitted")
     parser.add_argument("--repeats", type=int, default=5, help="turns of both mixes")
     parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--burst-share", type=float, default=0.3, help="of the requests come in bursts")
     parser.add_argument("--scale", type=int, default=24, help="system message: 4 times, turns about 5 times")
     parser.add_argument("--max-len", type=int, default=1500)
     parser.add_argument("--vocab-size", type=int, default=4000)
@@ -222,7 +246,8 @@ def main() -> None:
         bare = recorded.costs()
     costs, fit = fit_steps(steps, bare)
     judged = {name: judge(reals[name], requests, config, load, costs) for name, load in loads.items()}
-    found = {"model": options.model, "fit": asdict(fit), "loads": judged}
+    host = {"host_step_ns": costs.host_step_ns, "host_request_ns": costs.host_request_ns}
+    found = {"model": options.model, "fit": asdict(fit), **host, "loads": judged}
     settings = {name: str(value) for name, value in vars(options).items() if name not in ("save", "json")}
     publish(
         "fidelity",

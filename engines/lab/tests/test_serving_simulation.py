@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from random import Random
 
@@ -17,8 +18,11 @@ from sagellm.core import (
     TraceRequest,
     pack,
 )
+from sagellm.core.protocols.lifetime import NullLifetimePredictor
 from sagellm.engines.config.schema import EngineConfig
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
 from sagellm.kvmgr.scheduler_ir.passes import FairSharePass
+from sagellm.lab.bench.step_fit import RecordedCore
 from sagellm.lab.simulation.oracle import OraclePredictor
 from sagellm.lab.simulation.served_load import LoadSettings, ServedRequest, output_lens
 from sagellm.lab.simulation.serving import simulate_serving, with_passes
@@ -68,6 +72,17 @@ def test_the_first_token_of_a_lone_request_takes_its_prefill():
     assert one.first_token_ns == 5_000_000_000 + prefill_ns
     decodes_ns = [round(COST.predict_ns(StepWork(1, 1, end, (2 * end - 1) // 2))) for end in (301, 302, 303)]
     assert one.finished_ns == one.first_token_ns + sum(decodes_ns)
+
+
+def test_the_host_takes_its_time_between_steps():
+    busy = replace(COSTS, host_step_ns=300.0, host_request_ns=5000.0)
+    (plain,), (slower,) = (
+        simulate_serving(lengths((5.0, 300, 4)), config(), costs).requests for costs in (COSTS, busy)
+    )
+    assert (plain.first_token_ns, plain.finished_ns) == (
+        slower.first_token_ns - 5300,
+        slower.finished_ns - 5300 - 3 * 300,
+    )
 
 
 def test_a_request_that_arrives_during_a_step_waits_for_its_end():
@@ -145,6 +160,85 @@ def test_the_limit_that_requests_state_does_not_tell_their_length():
     requests = lengths((0.0, 50, 3), (0.0, 50, 40))
     simulate_serving(requests, config(), COSTS, predictor=Spy(output_lens(requests)))
     assert seen == [40, 40]
+
+
+def test_an_output_that_exceeds_the_stated_limit_is_cut_there_and_counted():
+    requests = lengths((0.0, 50, 3), (0.0, 50, 40))
+    run = simulate_serving(requests, config(), COSTS, load=LoadSettings(max_tokens=10))
+    assert [(one.num_output_tokens, one.finish_reason, one.is_cut) for one in run.requests] == [
+        (3, "stop", False),
+        (10, "length", True),
+    ]
+    assert (run.figures.num_cut, run.figures.num_failed) == (1, 0)
+    with pytest.raises(ConfigError, match="max_tokens is 0"):
+        LoadSettings(max_tokens=0)
+
+
+def seen_by_scheduler_and_predictor(monkeypatch, play):
+    """Return the rows that a scheduler got, and what a predictor was asked, while requests were played."""
+    seen = []
+    schedule, predict = BaseSchedulerIR.schedule, NullLifetimePredictor.predict
+
+    def watched(self, **given):
+        seen.append([[replace(row, arrived_time=0.0) for row in given["pending_requests"]]])
+        return schedule(self, **given)
+
+    def asked(self, request):
+        seen.append(request)
+        return predict(self, request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BaseSchedulerIR, "schedule", watched)
+        patch.setattr(NullLifetimePredictor, "predict", asked)
+        served = play()
+    return seen, [one.num_output_tokens for one in served]
+
+
+def test_neither_scheduler_nor_predictor_sees_how_long_an_output_will_be(monkeypatch):
+    def play(*outputs):
+        requests = [TraceRequest(0.0, 40, output) for output in outputs]
+        return seen_by_scheduler_and_predictor(
+            monkeypatch,
+            lambda: simulate_serving(requests, config(predictor__name="null"), COSTS).requests,
+        )
+
+    (first, short), (second, long) = play(3, 20, 30), play(19, 20, 30)
+    assert (short, long) == ([3, 20, 30], [19, 20, 30])
+    assert first[:6] == second[:6], "until the first one ends"
+
+
+def test_nor_do_they_on_a_real_engine(monkeypatch):
+    settings = EngineConfig().with_values(
+        {"predictor.name": "null", "kv.num_blocks": 64, "model.dtype": "float32", "model.device": "cpu"}
+    )
+    with RecordedCore(settings) as recorded:
+
+        def play(*outputs):
+            requests = [TraceRequest(0.0, 9, output, token_ids=pack(range(5, 14))) for output in outputs]
+            recorded.core.kv.clear_cache()
+            return seen_by_scheduler_and_predictor(monkeypatch, lambda: recorded.run(requests)[0])
+
+        (first, short), (second, long) = play(2, 8), play(7, 8)
+    assert (short, long) == ([2, 8], [7, 8])
+    assert [one.max_length for one in first[:2]] == [8, 8]
+    assert first[:3] == second[:3]
+
+
+def test_in_a_closed_loop_clients_wait_for_their_answers():
+    requests = [TraceRequest(0.0, 50, 5, conversation=name) for name in "aabcb"]
+    served = simulate_serving(
+        requests, config(), COSTS, load=LoadSettings(num_clients=2, think_s=0.5)
+    ).requests
+    own = [served[index] for index in (0, 1, 3)]  # conversations a and c
+    assert all(later.arrival_ns > before.finished_ns for before, later in itertools.pairwise(own))
+    assert served[4].arrival_ns > served[2].finished_ns
+    again = simulate_serving(requests, config(), COSTS, load=LoadSettings(num_clients=2, think_s=0.5))
+    assert again.requests == served
+    at_once = simulate_serving(requests, config(), COSTS, load=LoadSettings(num_clients=9)).requests
+    assert [one.arrival_ns for one in at_once] == [0, at_once[0].finished_ns, 0, 0, at_once[2].finished_ns]
+    for wrong in ({"num_clients": 0}, {"num_clients": 1, "think_s": -1.0}):
+        with pytest.raises(ConfigError):
+            LoadSettings(**wrong)
 
 
 @pytest.mark.no_cover
@@ -250,3 +344,27 @@ def test_an_oracle_knows_lengths_up_to_its_error():
     assert found == [noisy.predict(each).remaining_length for each in asked]
     with pytest.raises(ConfigError, match="error is -1"):
         OraclePredictor(lens, error=-1)
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("seed", range(3))
+def test_the_default_order_serves_sooner_and_lets_nobody_wait_longer_than_some_do_in_order_of_arrival(seed):
+    rng, now_s = Random(seed), 0.0
+    requests = []
+    for _ in range(300):
+        now_s += rng.expovariate(6.5)
+        requests.append(TraceRequest(now_s, round(800 * rng.lognormvariate(0, 1)), rng.randint(1, 20)))
+    slow = replace(COSTS, step=replace(COST, token_ns=100_000))
+    runs = [simulate_serving(requests, with_passes(config(4000), text), slow) for text in ("order=none", "")]
+    fcfs, shortest = (one.figures for one in runs)
+    assert fcfs.queueing_s is not None and shortest.queueing_s is not None  # noqa: PT018
+    assert fcfs.ttft_s is not None and shortest.ttft_s is not None  # noqa: PT018
+    assert fcfs.queueing_s.max > 3, "there is a queue"
+    assert shortest.ttft_s.mean < 0.85 * fcfs.ttft_s.mean
+    assert shortest.ttft_s.p99 < 1.25 * fcfs.ttft_s.p99
+    assert shortest.queueing_s.max < 1.4 * fcfs.queueing_s.max
+    assert shortest.goodput_requests_per_s >= fcfs.goodput_requests_per_s
+    patient = simulate_serving(
+        requests, with_passes(config(4000), "order=shortest{patience=9}"), slow
+    ).figures
+    assert patient.ttft_s is not None and patient.ttft_s.mean < shortest.ttft_s.mean  # noqa: PT018

@@ -12,6 +12,7 @@ from sagellm.lab.bench.errors import BenchmarkError
 from sagellm.lab.bench.step_fit import (
     FitSettings,
     MeasuredStep,
+    _HostCosts,
     fit_steps,
     measure_steps,
     read_steps,
@@ -111,3 +112,11 @@ def test_steps_of_the_embedded_model_are_measured():
 def test_settings_are_checked():
     with pytest.raises(ConfigError, match="duration_s is 0"):
         FitSettings(duration_s=0)
+
+
+def test_the_time_of_the_host_is_divided_between_steps_and_requests():
+    runs = [(10, 3, 10 * 40 + 3 * 700), (100, 5, 100 * 40 + 5 * 700), (7, 9, 7 * 40 + 9 * 700)]
+    assert _HostCosts.of(runs) == pytest.approx((40, 700))
+    assert _HostCosts.of([]) == (0, 0)
+    assert _HostCosts.of([(10, 1, 1000), (10, 2, 900)]) == pytest.approx((95, 0)), "requests cost nothing"
+    assert _HostCosts.of([(10, 1, 1000), (20, 1, 900)]) == pytest.approx((0, 950))

@@ -434,7 +434,7 @@ class EngineCore(EngineProtocol):
                 sequence.params,
                 sequence.output_token_ids(),
                 sequence.stop_token_ids,
-                sequence.request.max_tokens,
+                sequence.max_output_tokens,
             )
             self._finish(sequence.sequence_id, reason or "length")
         drafted = (0, 0) if result.drafted is None else result.drafted.counts_of(row)

@@ -130,7 +130,7 @@ class Seats:
         self.num_tokens[seat] = num_tokens
         self.num_computed[seat] = self.num_committed[seat] = num_computed
         self.num_in_flight[seat] = 0
-        self.max_total[seat] = num_prompt + request.max_tokens
+        self.max_total[seat] = num_prompt + sequence.max_output_tokens
         self.max_computed[seat] = self.max_total[seat] - 1
         self.min_total[seat] = min(num_prompt + params.min_tokens, _MOST)
         self.schedule_columns.put(seat, sequence)

@@ -101,6 +101,16 @@ class Sequence:
         self.params = replace(self.params, structured_outputs=None, min_tokens=0)
 
     @property
+    def max_output_tokens(self) -> int:
+        """Tokens at which its output ends.
+
+        Schedulers and predictors are told `request.max_tokens`. That is the same but in a replay, whose
+        requests all state one limit.
+        """
+        own = self.params.max_tokens
+        return self.request.max_tokens if own is None else min(own, self.request.max_tokens)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known so far, prompt and output."""
         if self.seat is None or self.seats is None:

@@ -9,6 +9,8 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import numpy as np
+
 from sagellm.core import (
     ConfigError,
     PluginRegistry,
@@ -107,6 +109,7 @@ class RecordedCore:
         registry.register(recorder, distribution="sagellm-step-recorder")
         runtime = runtime or Runtime.system(seed=0)
         self._recorder = recorder
+        self._outside: list[tuple[int, int, int]] = []  # of each run: steps, requests, ns outside steps
         self._model = config.model.name
         self.clock = runtime.clock
         self.core: EngineCore = load_core(config, registry=registry, runtime=runtime)
@@ -126,11 +129,16 @@ class RecordedCore:
         from sagellm.lab.simulation.served_load import LoadRun, LoadSettings
 
         self._recorder.steps = []
-        served = LoadRun(self.core, self.clock, requests, load or LoadSettings()).run()
+        run = LoadRun(self.core, self.clock, requests, load or LoadSettings())
+        started_ns = self.clock.now_ns()
+        served = run.run()
+        took_ns = self.clock.now_ns() - started_ns - run.slept_ns
+        steps = self._recorder.steps
+        self._outside.append((len(steps), len(requests), took_ns - sum(one.took_ns for one in steps)))
         for one in served:
             if one.error is not None:
                 raise BenchmarkError(f"a request failed: {one.error}")
-        return served, self._recorder.steps
+        return served, steps
 
     def rounds(self, settings: FitSettings) -> Iterator[list[MeasuredStep]]:
         """Yield the steps of one round of the mix after the other, for ever. The first finds memory cold."""
@@ -143,15 +151,18 @@ class RecordedCore:
             yield self.run(_round(rng, settings, limits.vocab_size, limits.num_blocks * limits.block_size))[1]
 
     def costs(self) -> StepCosts:
-        """Return its costs without the fit."""
+        """Return its costs without the fit of steps; those of the host are from the runs so far."""
         info = self.core.info
         limits, layout = info.limits, info.layout
         assert limits is not None, "an engine that loads a model has limits"
         assert layout is not None, "and a layout of its KV"
+        host = _HostCosts.of(self._outside)
         return StepCosts(
             source="not fitted yet",
             device="cuda" if str(info.settings["model.device"]).startswith("cuda") else "cpu",
             step=StepCost(base_ns=1.0),
+            host_step_ns=host.step_ns,
+            host_request_ns=host.request_ns,
             kv_bytes_per_token=layout.block_bytes // layout.block_size,
             kv_memory_bytes=limits.num_blocks * layout.block_bytes,
             about={"model": self._model, "dtype": info.settings["model.dtype"]},
@@ -209,6 +220,25 @@ def _fit(steps: Sequence[MeasuredStep]) -> StepCost:
     cost = fit_step_cost(steps)
     predicted_ns = sum(cost.predict_ns(one.work) for one in steps)
     return cost.scaled(sum(one.took_ns for one in steps) / predicted_ns)
+
+
+class _HostCosts(NamedTuple):
+    """What the host takes between two steps, and more for each request."""
+
+    step_ns: float = 0.0
+    request_ns: float = 0.0
+
+    @classmethod
+    def of(cls, outside: Sequence[tuple[int, int, int]]) -> Self:
+        """Fit the time outside steps to the steps and requests of runs; neither coefficient is negative."""
+        if not outside:
+            return cls()
+        rows = np.array(outside, np.float64)
+        step_ns, request_ns = np.linalg.lstsq(rows[:, :2], rows[:, 2], rcond=None)[0].tolist()
+        num_steps, num_requests, total_ns = rows.sum(axis=0).tolist()
+        if step_ns < 0:
+            return cls(0.0, max(total_ns, 0.0) / num_requests)
+        return cls(step_ns, request_ns) if request_ns >= 0 else cls(max(total_ns, 0.0) / num_steps)
 
 
 def errors_of(cost: StepCost, steps: Sequence[MeasuredStep]) -> list[float]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence as Seq
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from random import Random
 
 from sagellm.core import (
     DEFAULT_TENANT,
     Clock,
+    ConfigError,
     FinishReason,
     Namespace,
     Request,
@@ -36,6 +40,7 @@ class ServedRequest:
     """What became of one request; times are nanoseconds on the run's clock.
 
     `num_recomputed_tokens` of the prompt had been in the cache before, but no longer at its admission.
+    `is_cut`: its recorded output is longer than the limit that it stated.
     """
 
     arrival_ns: int
@@ -50,6 +55,7 @@ class ServedRequest:
     num_recomputed_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
+    is_cut: bool = False
     error: str | None = None  # why it did not run to its end
 
 
@@ -57,15 +63,29 @@ class ServedRequest:
 class LoadSettings:
     """How a trace is run. Arrival times are multiplied by `stretch`.
 
-    `max_tokens` is the limit that requests state; the default is the longest output of the trace, so that
-    nothing but the end of an output tells its length. Without `stop_token_ids`, outputs end at their
-    recorded length by `max_tokens` instead, as on a model, whose tokens are not known.
+    `max_tokens` is the limit that all requests state, whatever they record; the default is the longest
+    output of the trace. Outputs end at their recorded length by something that no scheduler or predictor
+    sees: one of `stop_token_ids` if there are some, else, as on a model, whose tokens are not known, the
+    limit of their sampling parameters. A recorded output that exceeds `max_tokens` is cut there.
+
+    With `num_clients`, arrival times are ignored: the loop is closed. Clients take the trace's conversations
+    in turn, and each sends its next request a while after its last answer, exponential with mean `think_s`.
     """
 
     stretch: float = 1.0
     max_tokens: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     weights: Mapping[str, float] = field(default_factory=dict)  # of tenants; 1 unless it is here
+    num_clients: int | None = None
+    think_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "num_clients"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if not 0 <= self.think_s < float("inf"):
+            raise ConfigError(f"think_s is {self.think_s}; it must be a number of at least 0")
 
 
 @dataclass(slots=True)
@@ -80,9 +100,17 @@ class LoadRun:
     """One run of a trace through one core."""
 
     def __init__(
-        self, core: EngineCore, clock: Clock, requests: Seq[TraceRequest], settings: LoadSettings
+        self,
+        core: EngineCore,
+        clock: Clock,
+        requests: Seq[TraceRequest],
+        settings: LoadSettings,
+        *,
+        on_host: Callable[[int], None] = lambda num_added: None,
     ) -> None:
-        self._core, self._clock, self._settings = core, clock, settings
+        """`on_host` is called before each step with the number of requests that were added since the last."""
+        self._core, self._clock, self._settings, self._on_host = core, clock, settings, on_host
+        self.slept_ns = 0  # while there was nothing to do
         self._requests = requests
         self._start_ns = clock.now_ns()
         self._block_size = core.kv.seats.block_size
@@ -91,6 +119,8 @@ class LoadRun:
         self._live: dict[SequenceId, _Live] = {}
         self._served: list[ServedRequest | None] = [None] * len(requests)
         self._max_tokens = settings.max_tokens or max(one.num_output_tokens for one in requests)
+        self._turns = [] if settings.num_clients is None else _turns(requests, settings.num_clients)
+        self._client_of = {index: turns for turns in self._turns for index in turns}
         names = {one.tenant for one in requests}
         self._tenants = {
             name: Tenant(name, settings.weights.get(name, 1.0)) if name else DEFAULT_TENANT for name in names
@@ -98,17 +128,19 @@ class LoadRun:
 
     def run(self, advance: Advance = lambda amount: None) -> list[ServedRequest]:
         """Run to the end and return what became of each request; `advance` is told how many ended."""
-        core, clock, requests = self._core, self._clock, self._requests
-        arrivals = [self._arrival_ns(one) for one in requests]
-        next_index = 0
-        while next_index < len(requests) or core.has_unfinished():
-            now_ns = clock.now_ns()
-            if next_index < len(requests) and not core.has_unfinished():
-                clock.sleep_ns(max(0, arrivals[next_index] - now_ns))
+        core, clock = self._core, self._clock
+        due = self._due = self._first_arrivals()
+        while due or core.has_unfinished():
+            now_ns, num_added = clock.now_ns(), 0
+            if due and not core.has_unfinished():
+                clock.sleep_ns(max(0, due[0][0] - now_ns))
+                self.slept_ns += clock.now_ns() - now_ns
                 now_ns = clock.now_ns()
-            while next_index < len(requests) and arrivals[next_index] <= now_ns:
-                self._add(next_index, arrivals[next_index])
-                next_index += 1
+            while due and due[0][0] <= now_ns:
+                arrival_ns, index = heappop(due)
+                self._add(index, arrival_ns)
+                num_added += 1
+            self._on_host(num_added)
             outputs = core.step()
             described = outputs.described if isinstance(outputs, StepTokens) else outputs
             for output in described:
@@ -129,25 +161,40 @@ class LoadRun:
                 is_new = (content not in self._cached for content in live.path)
                 live.num_known = next((number for number, new in enumerate(is_new) if new), len(live.path))
 
-    def _arrival_ns(self, request: TraceRequest) -> int:
-        return self._start_ns + round(request.arrival_s * self._settings.stretch * 1e9)
+    def _first_arrivals(self) -> list[tuple[int, int]]:
+        """Return a heap of times and requests: all of an open loop, of a closed one each client's first."""
+        if self._settings.num_clients is not None:
+            due = [(self._start_ns + self._think_ns(turns[0]), turns.popleft()) for turns in self._turns]
+        else:
+            stretch = self._settings.stretch
+            due = [
+                (self._start_ns + round(one.arrival_s * stretch * 1e9), index)
+                for index, one in enumerate(self._requests)
+            ]
+        heapify(due)
+        return due
+
+    def _think_ns(self, index: int) -> int:
+        """Return how long a client waits before a request, which is the same in every run."""
+        return round(Random(f"think {index}").expovariate(1.0) * self._settings.think_s * 1e9)
 
     def _add(self, index: int, arrival_ns: int) -> None:
         given, settings = self._requests[index], self._settings
         tokens = self._tokens(index)
         stops = settings.stop_token_ids
-        max_tokens = self._max_tokens if stops else given.num_output_tokens
+        max_tokens = self._max_tokens
         name = _name(index)
         request = Request(
             request_id=RequestId(name),
             token_ids=tokens,
-            max_tokens=max(max_tokens, given.num_output_tokens),
+            max_tokens=max_tokens,
             priority=given.priority,
             arrival_ns=arrival_ns,
             namespace=Namespace(tenant=given.tenant or "default"),
             tenant=self._tenants[given.tenant],
         )
-        params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=not stops)
+        most = max_tokens if stops else min(max_tokens, given.num_output_tokens)
+        params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=not stops)
         sequence = Sequence.of(QueuedSequence(SequenceId(name), request, params, 0, stops))
         path = self._contents.path(tokens, given.tenant)
         self._live[sequence.sequence_id] = _Live(index, sequence, path)
@@ -169,7 +216,7 @@ class LoadRun:
         self._served[live.index] = ServedRequest(
             arrival_ns=sequence.request.arrival_ns - self._start_ns,
             num_prompt_tokens=given.num_prompt_tokens,
-            num_output_tokens=given.num_output_tokens,
+            num_output_tokens=min(given.num_output_tokens, self._max_tokens),
             tenant=sequence.request.tenant.name,
             priority=given.priority,
             scheduled_ns=self._since(sequence.scheduled_ns),
@@ -179,11 +226,27 @@ class LoadRun:
             num_recomputed_tokens=max(0, reusable - num_cached),
             num_preemptions=sequence.num_preemptions,
             finish_reason=reason,
+            is_cut=given.num_output_tokens > self._max_tokens,
             error=error,
         )
+        if turns := self._client_of.get(live.index):
+            index = turns.popleft()
+            heappush(self._due, (self._clock.now_ns() + self._think_ns(index), index))
 
     def _since(self, moment_ns: int | None) -> int | None:
         return None if moment_ns is None else moment_ns - self._start_ns
+
+
+def _turns(requests: Seq[TraceRequest], num_clients: int) -> list[deque[int]]:
+    """Deal whole conversations to clients in turn: the requests of each client, in its order."""
+    turns: list[deque[int]] = [deque() for _ in range(min(num_clients, len(requests)))]
+    client_of: dict[str, deque[int]] = {}
+    for index, one in enumerate(requests):
+        name = one.conversation or f"request {index}"
+        if name not in client_of:
+            client_of[name] = turns[len(client_of) % len(turns)]
+        client_of[name].append(index)
+    return [each for each in turns if each]
 
 
 def output_lens(requests: Seq[TraceRequest]) -> dict[SequenceId, int]:

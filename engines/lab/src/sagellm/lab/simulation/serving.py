@@ -55,15 +55,20 @@ def simulate_serving(  # noqa: PLR0913  (what a simulation varies)
 ) -> ServingRun:
     """Run a trace to its end. Equal calls give equal results.
 
-    The host's own time is not simulated: only steps take time, and tiers. `predictor` replaces the configured
-    one. Raises ConfigError for a configuration that cannot be simulated, PluginError if a pass fails.
+    Steps take time, tiers, and between steps the host, as far as `costs` say. `predictor` replaces the
+    configured one. Raises ConfigError for a configuration that cannot be simulated, PluginError if a pass
+    fails.
     """
     load = replace(load or LoadSettings(), stop_token_ids=frozenset({END}))
     if not 0 < load.stretch < float("inf"):
         raise ConfigError(f"stretch is {load.stretch}; it must be a number above 0")
     made = build_simulated_core(config, costs, output_lens(requests), registry=registry, predictor=predictor)
     core, executor = made.core, made.executor
-    run = LoadRun(core, made.clock, requests, load)
+
+    def on_host(num_added: int) -> None:
+        made.clock.advance_ns(round(costs.host_step_ns + num_added * costs.host_request_ns))
+
+    run = LoadRun(core, made.clock, requests, load, on_host=on_host)
     shares = TenantShares(core) if len({one.tenant for one in requests}) > 1 else None
 
     def on_step(step: StepInput) -> None:

@@ -82,6 +82,7 @@ class ServingFigures(Counts, GroupFigures):
     """One run. Rates are over the time from the first arrival to the end of the last request."""
 
     num_failed: int
+    num_cut: int  # whose recorded output is longer than the limit that they stated
     duration_s: float
     num_preemptions: int
     goodput_requests_per_s: float
@@ -119,6 +120,7 @@ def serving_figures(
         **vars(group),
         **vars(counts),
         num_failed=len(served) - len(done),
+        num_cut=sum(one.is_cut for one in served),
         duration_s=(clock["end_ns"] - start_ns) / 1e9,
         num_preemptions=sum(one.num_preemptions for one in served),
         goodput_requests_per_s=throughput(group.num_good, **clock),

@@ -13,6 +13,7 @@ from sagellm.lab.files import write_json
 
 _REQUIRED = ("source", "device", "step")
 _AMOUNTS = ("kv_bytes_per_token", "kv_memory_bytes")
+_HOST = ("host_step_ns", "host_request_ns")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,8 @@ class StepCosts:
     """What a step costs on one machine with one model, and how much KV fits.
 
     `source` says where the numbers come from; `about` is whatever else the file says. Sizes are None where
-    unknown.
+    unknown. What the host does between two steps takes `host_step_ns`, and `host_request_ns` more for each
+    request that it takes in.
     """
 
     source: str
@@ -28,6 +30,8 @@ class StepCosts:
     step: StepCost
     kv_bytes_per_token: int | None = None
     kv_memory_bytes: int | None = None
+    host_step_ns: float = 0.0
+    host_request_ns: float = 0.0
     tier_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -103,8 +107,17 @@ def _costs(content: Mapping[str, Any]) -> StepCosts:
         kv_bytes_per_token=content.get("kv_bytes_per_token"),
         kv_memory_bytes=content.get("kv_memory_bytes"),
         tier_bytes_per_s=rates,
+        **_host(content),
         about={name: value for name, value in content.items() if name not in known},
     )
+
+
+def _host(content: Mapping[str, Any]) -> dict[str, float]:
+    found = {name: content[name] for name in _HOST if name in content}
+    for name, value in found.items():
+        if type(value) not in (int, float) or not 0 <= value < float("inf"):
+            raise ConfigError(f"{name} is {value!r}; it must be a number of at least 0")
+    return found
 
 
 def _mapping(content: Mapping[str, Any], name: str) -> dict[str, float]:
