@@ -1,101 +1,120 @@
-"""What scheduler passes gain on recorded load: `python benchmarks/policies.py TRACE`, on virtual time.
+"""What scheduler passes gain over first come, first served: `python benchmarks/policies.py`, on virtual time.
 
-The trace of the kept figures is `conversation_trace.jsonl` of https://github.com/kvcache-ai/Mooncake
-(FAST25-release/traces, Apache-2.0), the costs are `cost/h200-8b.json`, a stated roofline. Everything that
-schedules and keeps KV is what serves; steps take what the roofline says, and the host takes no time.
+Everything that schedules and keeps KV is what serves; steps take what `--cost` says (by default a stated
+roofline, `cost/h200-8b.json`), and the host takes no time. Every pipeline runs with predictors that know
+nothing (`null`), that are installed, and that know each length (`exact`): a gain that `null` has as well is
+not one of prediction.
 
-1. `choice`: the trace is halved. On the first half, at 0.9 of the load that FCFS can carry (its requests
-   per second when all of them wait at once), the pipeline with the highest goodput is chosen, and among those
-   within 2 % of it the one with the lowest mean TTFT. On the second half it is compared with FCFS at 0.7,
-   0.9 and 1.1.
-2. `priority`: one request in ten, of at most 2,048 tokens, is urgent, at 0.9 of the load.
-3. `blocks`: re-prefill with 1,000 … 20,000 blocks under the chosen pipeline, beside what a cache alone
-   computes again under LRU and Belady's policy (`sage llm simulate --cache-only`).
-4. `targets`: the time that a step may take, 50 ms here, decides how much of `max_num_batched_tokens` it
-   uses. FCFS and the chosen pipeline at 0.9 of the load with longer steps too.
+1. `loads`: FCFS and the default pipeline on the loads of `serving_loads.py`, with two seeds each, at 0.7, 0.9
+   and 1.1 of what FCFS carries, and in a closed loop (a fixed number of clients that think between answers);
+   and on traces, with `--traces DIR`. What FCFS carries is the rate at which requests end while all of
+   them wait at once, from a quarter of the time until the last one starts.
+2. `predictors`: mean latency with each installed predictor as a share of the gain of knowing lengths, on
+   Azure's conversations with prompts of at most 512 tokens.
+3. `priority`: one request in ten, of at most 2,048 tokens, is urgent, at 0.9 of the load.
+4. `blocks`: re-prefill with 1,000 … 20,000 blocks, beside what a cache alone computes again under LRU and
+   Belady's policy (`sage llm simulate --cache-only`).
+5. `targets`: the time that a step may take, 50 ms here, decides how much of `max_num_batched_tokens` it
+   uses. FCFS and the default pipeline at 0.9 of the load with longer steps too.
+
+3 to 5 need Mooncake's `conversation_trace.jsonl` (https://github.com/kvcache-ai/Mooncake, Apache-2.0) in
+`--traces`, plain or compressed.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import Any
 
 from common import output_flags, publish
+from serving_loads import LOADS
 
-from sagellm.core import PluginRegistry, TraceRequest
+from sagellm.core import LifetimePredictorProtocol, PluginRegistry, SageLLMError, TraceRequest
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
+from sagellm.engines.progress import progress_bar
+from sagellm.lab.simulation.oracle import OraclePredictor
 from sagellm.lab.simulation.runs import simulate as replay_cache
-from sagellm.lab.simulation.served_load import LoadSettings, ServedRequest
+from sagellm.lab.simulation.served_load import LoadSettings, ServedRequest, output_lens
 from sagellm.lab.simulation.serving import ServingRun, simulate_serving, with_passes
 from sagellm.lab.simulation.serving_figures import Tail
 from sagellm.lab.simulation.step_costs import read_step_costs
 from sagellm.lab.traces import read_trace
 
 COST = Path(__file__).parent / "cost" / "h200-8b.json"
+AZURE = Path(__file__).parent / "traces" / "azure_conv.csv.xz"
+MOONCAKE = ("mooncake_conversation.jsonl.xz", "conversation_trace.jsonl")
 
 FCFS = "order=none,share=none,preempt=none"
 """First come, first served, with prompts cut as always; without priorities the engine's own order."""
 
-STARVATION_LIMIT_S = 60
-"""No request may wait longer at the main load."""
+DEFAULT = ""
+WITHOUT_ORDER = "order=none"
+PATIENT = "order=shortest{patience=10}"
+"""Lets long requests wait ten times as long for short ones."""
 
-STARVATION_S = 30
-"""When a waiting request goes first: early enough for those that wait with it."""
+SIZES = {"chat": 1000, "long outputs": 700, "bursts": 600, "tenants": 600}
+"""Requests of a load; others have 400."""
 
-CANDIDATES = (
-    FCFS,
-    f"order=lifetime{{starvation_s={STARVATION_S}}},share=none,preempt=memory-aware",
-    f"order=lifetime{{starvation_s={STARVATION_S},untrusted=mean}},share=none,preempt=memory-aware",
-    f"order=prefix-aware{{starvation_s={STARVATION_S}}},share=none,preempt=memory-aware",
-    f"order=deadline{{ttft_s=2,tpot_ms=50,starvation_s={STARVATION_S}}},share=none,preempt=memory-aware",
-    f"order=batching{{starvation_s={STARVATION_S}}},share=none,preempt=memory-aware",
-    "order=mlfq{quantum=2048},share=none,preempt=memory-aware",
-)
-URGENT = "order=priority{ageing_s=120},share=none,preempt=memory-aware"
-
-LOADS = (0.7, 0.9, 1.1)
-MAIN_LOAD = 0.9
+SHARES = (0.7, 0.9, 1.1)
+MAIN_SHARE = 0.9
+THINK_S = 20.0
+SHORT = 512
+URGENT = "order=priority{ageing_s=120}"
 URGENT_SHARE, URGENT_TOKENS = 0.1, 2048
 BLOCKS = (1000, 5000, 10_000, 20_000)
 TARGETS_MS = (50, 75, 100, 200)
-SATURATED = 1e-6
-"""A stretch with which all requests come at once."""
+
+NOTHING, EXACT = "null", "exact"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where requests come from: a load and its seed, or the first ones of a trace."""
+
+    name: str
+    seed: int = 0
+    limit: int | None = None
+    trace: Path | None = None
+    max_prompt: int | None = None  # longer prompts are left out
+
+    @property
+    def label(self) -> str:
+        """The name, with the seed of a load."""
+        return self.name if self.trace else f"{self.name} {self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One simulated run. `share_urgent` of the requests are urgent; `is_told`: the engine knows."""
 
-    trace: Path
-    half: int | None  # 0 or 1; None: the whole trace
-    limit: int | None
-    passes: str
-    stretch: float
+    source: Source
+    cost: Path
+    passes: str = FCFS
+    predictor: str = NOTHING
+    load: LoadSettings = field(default_factory=LoadSettings)
     num_blocks: int | None = None
     target_ms: float | None = None  # None: the default
     share_urgent: float = 0.0
     is_told: bool = True
 
 
-def requests_of(job: Job) -> list[TraceRequest]:
+@cache
+def requests_of(source: Source) -> list[TraceRequest]:
     """Return a run's requests, on a clock that starts with the first."""
-    requests = _trace(job.trace, job.limit)
-    if job.half is not None:
-        middle = len(requests) // 2
-        requests = requests[:middle] if job.half == 0 else requests[middle:]
-        start_s = requests[0].arrival_s
-        requests = [replace(one, arrival_s=one.arrival_s - start_s) for one in requests]
-    if not job.share_urgent or not job.is_told:
-        return requests
-    urgent = urgent_places(requests, job.share_urgent)
-    return [replace(one, priority=int(place in urgent)) for place, one in enumerate(requests)]
+    if source.trace is None:
+        return LOADS[source.name](source.seed, source.limit or SIZES.get(source.name, 400))
+    most = source.max_prompt
+    found = read_trace(source.trace, limit=None if most else source.limit)
+    kept = [one for one in found if most is None or one.num_prompt_tokens <= most][: source.limit]
+    return [replace(one, arrival_s=one.arrival_s - kept[0].arrival_s) for one in kept]
 
 
 def urgent_places(requests: Sequence[TraceRequest], share: float) -> set[int]:
@@ -104,184 +123,339 @@ def urgent_places(requests: Sequence[TraceRequest], share: float) -> set[int]:
     return set(Random("urgent").sample(short, min(len(short), round(share * len(requests)))))
 
 
-@cache
-def _trace(path: Path, limit: int | None) -> list[TraceRequest]:
-    return read_trace(path, limit=limit)
+def simulate(job: Job) -> ServingRun:
+    """Simulate one run."""
+    requests = requests_of(job.source)
+    values: dict[str, Any] = {
+        "kv.block_size": requests[0].block_tokens or 16,
+        "kv.num_blocks": job.num_blocks,
+        "predictor.name": NOTHING if job.predictor == EXACT else job.predictor,
+    }
+    if job.target_ms is not None:
+        values["scheduler.step_target_ms"] = job.target_ms
+    config = EngineConfig().with_values(values)
+    if job.passes != DEFAULT:
+        config = with_passes(config, job.passes)
+    exact: LifetimePredictorProtocol | None = None
+    if job.predictor == EXACT:
+        exact = OraclePredictor(output_lens(requests))
+    if job.share_urgent and job.is_told:
+        urgent = urgent_places(requests, job.share_urgent)
+        requests = [replace(one, priority=int(place in urgent)) for place, one in enumerate(requests)]
+    return simulate_serving(requests, config, read_step_costs(job.cost), load=job.load, predictor=exact)
 
 
 def run(job: Job) -> dict[str, Any]:
     """Simulate one run and return its figures."""
-    requests = requests_of(job)
-    block_size = requests[0].block_tokens or 16
-    values: dict[str, Any] = {"kv.block_size": block_size, "kv.num_blocks": job.num_blocks}
-    if job.target_ms is not None:
-        values["scheduler.step_target_ms"] = job.target_ms
-    config = with_passes(EngineConfig().with_values(values), job.passes)
-    done = simulate_serving(requests, config, read_step_costs(COST), load=LoadSettings(stretch=job.stretch))
-    found = {"passes": job.passes, "stretch": job.stretch, "half": job.half, **_summary(done)}
-    if job.share_urgent:
-        urgent = urgent_places(requests, job.share_urgent)
-        own = [one for place, one in enumerate(done.requests) if place in urgent]
-        waited = Tail.of(_waits(own))
-        found |= {"num_urgent": len(own), "urgent_queueing_s": None if waited is None else asdict(waited)}
-    return found
-
-
-def _summary(done: ServingRun) -> dict[str, Any]:
+    done = simulate(job)
     figures = asdict(done.figures)
     figures.pop("by_tenant")
     figures.pop("by_priority")
     scheduler = done.scheduler
-    passes = {} if scheduler is None else {one.name: one.num_decisions for one in scheduler.passes}
-    return {"num_blocks": done.config.kv.num_blocks, **figures, "decisions": passes}
+    found = {
+        "load": job.source.label,
+        "passes": ",".join(spec.text for spec in done.config.scheduler.pipeline) or "none",
+        "predictor": job.predictor,
+        "stretch": job.load.stretch,
+        "num_clients": job.load.num_clients,
+        "num_blocks": done.config.kv.num_blocks,
+        **figures,
+        "mean_latency_s": fmean(_latency_s(one) for one in done.requests if one.error is None),
+        "decisions": {} if scheduler is None else {one.name: one.num_decisions for one in scheduler.passes},
+    }
+    if job.share_urgent:
+        urgent = urgent_places(requests_of(job.source), job.share_urgent)
+        own = [one for place, one in enumerate(done.requests) if place in urgent]
+        waited = Tail.of([(one.scheduled_ns - one.arrival_ns) / 1e9 for one in own if one.scheduled_ns])
+        found |= {"num_urgent": len(own), "urgent_queueing_s": None if waited is None else asdict(waited)}
+    return found
 
 
-def _waits(served: Sequence[ServedRequest]) -> list[float]:
-    return [(one.scheduled_ns - one.arrival_ns) / 1e9 for one in served if one.scheduled_ns is not None]
+def _latency_s(one: ServedRequest) -> float:
+    assert one.finished_ns is not None, "it did not fail"
+    return (one.finished_ns - one.arrival_ns) / 1e9
 
 
-def is_installed(passes: str) -> bool:
-    """Say whether every pass of a pipeline is."""
-    known = {entry.provider.name for entry in PluginRegistry.load().providers("scheduler_pass")}
-    config = with_passes(EngineConfig(), passes).scheduler
-    return all(spec.name in known for spec in config.pipeline)
+def capacity_of(source: Source, cost: Path) -> float:
+    """Return the requests/s that end under FCFS while all wait, but for the first quarter of that time."""
+    done = simulate(Job(source=source, cost=cost, load=LoadSettings(stretch=1e-6))).requests
+    last_ns = max(one.scheduled_ns or 0 for one in done)
+    first_ns = last_ns / 4
+    num_ended = sum(first_ns < (one.finished_ns or 0) <= last_ns for one in done)
+    return num_ended / (last_ns - first_ns) * 1e9
 
 
-Runner = Callable[[Sequence[Job]], list[dict[str, Any]]]
+def open_load(source: Source, capacity: float, share: float) -> LoadSettings:
+    """Stretch arrivals to a share of what FCFS carries."""
+    requests = requests_of(source)
+    rate = len(requests) / (requests[-1].arrival_s - requests[0].arrival_s)
+    return LoadSettings(stretch=rate / (share * capacity))
 
 
-def stretches(base: Job, run_all: Runner, halves: Sequence[int]) -> tuple[dict[int, float], list[Any]]:
-    """Return, for each half, the stretch with which requests come as fast as FCFS can serve them."""
-    jobs = [replace(base, passes=FCFS, half=half, stretch=SATURATED) for half in halves]
-    found = run_all(jobs)
-    rates = {}
-    for job, figures in zip(jobs, found, strict=True):
-        requests = requests_of(job)
-        rate = len(requests) / (requests[-1].arrival_s - requests[0].arrival_s)
-        rates[job.half or 0] = rate / figures["request_throughput_per_s"]
-    return rates, found
+def installed_predictors(registry: PluginRegistry) -> list[str]:
+    """Name the predictors that need no options."""
+    found = []
+    for entry in registry.providers("lifetime_predictor"):
+        name = entry.provider.name
+        try:
+            registry.resolve("lifetime_predictor", name)()
+        except (SageLLMError, ImportError, TypeError) as error:
+            print(f"the predictor {name} is left out: {error}")
+        else:
+            found.append(name)
+    return [NOTHING, *(name for name in found if name != NOTHING), EXACT]
 
 
-def choose(
-    base: Job, capacity: dict[int, float], run_all: Runner, candidates: Sequence[str]
-) -> dict[str, Any]:
-    """Choose on the first half, and score the choice on the second."""
-    found = run_all(
-        [replace(base, passes=each, half=0, stretch=capacity[0] / MAIN_LOAD) for each in candidates]
-    )
-    best = max(one["goodput_requests_per_s"] for one in found)
-    near = [one for one in found if one["goodput_requests_per_s"] >= 0.98 * best]
-    chosen = min(near, key=lambda one: one["ttft_s"]["mean"])["passes"]
-    jobs = [
-        replace(base, passes=each, half=1, stretch=capacity[1] / load)
-        for load in LOADS
-        for each in (FCFS, chosen)
+# --- the default on many loads
+
+Rows = list[dict[str, Any]]
+
+
+def judge_loads(options: argparse.Namespace) -> Rows:
+    """Run FCFS and the pipelines on each load; each row has its FCFS run beside it."""
+    sources = [
+        Source(name=name, seed=seed, limit=options.limit)
+        for name in options.loads
+        for seed in range(1, options.seeds + 1)
     ]
-    scored = [
-        {"load": load, "fcfs": fcfs, "chosen": mine, **gains(fcfs, mine)}
-        for load, (fcfs, mine) in zip(LOADS, _pairs(run_all(jobs)), strict=True)
+    sources += [
+        Source(name=path.name.split(".")[0], trace=path, limit=options.limit or 1000)
+        for path in options.found
     ]
-    return {"first_half": found, "chosen": chosen, "second_half": scored}
+    if AZURE.name not in {path.name for path in options.found}:
+        sources.append(Source(name="azure_conv", trace=AZURE, limit=options.limit or 1000))
+    rows: Rows = []
+    num_runs = 1 + len(options.pipelines) * len(options.predictors)
+    total = len(sources) * (len(SHARES) + 1) * num_runs
+    with progress_bar("simulating", total=total, unit="runs") as advance:
+        for source in sources:
+            for cell in judge_load(source, options):
+                rows += cell
+                advance(num_runs)
+    return rows
 
 
-def _pairs(values: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    return list(zip(values[::2], values[1::2], strict=True))
+def judge_load(source: Source, options: argparse.Namespace) -> Iterator[Rows]:
+    """Yield the rows of each share of what FCFS carries, and those of the closed loop."""
+    capacity = capacity_of(source, options.cost)
+    latency_s = 0.0
+    for share in SHARES:
+        load = open_load(source, capacity, share)
+        cell = judge_cell(source, load, {"loop": "open", "share": share, "capacity": capacity}, options)
+        latency_s = latency_s or cell[0]["mean_latency_s"]
+        yield cell
+    num_clients = max(1, round(MAIN_SHARE * capacity * (THINK_S + latency_s)))
+    load = LoadSettings(num_clients=num_clients, think_s=THINK_S)
+    yield judge_cell(source, load, {"loop": "closed", "share": MAIN_SHARE, "capacity": capacity}, options)
 
 
-def gains(fcfs: dict[str, Any], mine: dict[str, Any]) -> dict[str, float]:
-    """Return what a pipeline gains on FCFS: mine ÷ FCFS − 1."""
+def judge_cell(
+    source: Source, load: LoadSettings, about: dict[str, Any], options: argparse.Namespace
+) -> Rows:
+    """Run all pipelines under one load; the first row is FCFS."""
+    job = partial(Job, source=source, cost=options.cost, load=load)
+    fcfs = run(job()) | {"is_candidate": False}
+    rows = [fcfs]
+    for passes in (WITHOUT_ORDER,) * (source.name == "tenants") + tuple(options.pipelines):
+        for predictor in options.predictors if passes != WITHOUT_ORDER else [NOTHING]:
+            rows.append(
+                run(job(passes=passes, predictor=predictor)) | {"is_candidate": passes != WITHOUT_ORDER}
+            )
+    return [one | about | {"beside_fcfs": beside(fcfs, one)} for one in rows]
+
+
+def beside(fcfs: dict[str, Any], one: dict[str, Any]) -> dict[str, float]:
+    """Return ratios to FCFS, but of the longest wait the difference in seconds."""
     return {
-        "goodput_gain": mine["goodput_requests_per_s"] / max(fcfs["goodput_requests_per_s"], 1e-9) - 1,
-        "mean_ttft_gain": mine["ttft_s"]["mean"] / fcfs["ttft_s"]["mean"] - 1,
-        "throughput_gain": mine["output_throughput_tokens_per_s"] / fcfs["output_throughput_tokens_per_s"]
-        - 1,
+        "goodput": one["goodput_requests_per_s"] / max(fcfs["goodput_requests_per_s"], 1e-9),
+        "mean_ttft": one["ttft_s"]["mean"] / fcfs["ttft_s"]["mean"],
+        "p99_ttft": one["ttft_s"]["p99"] / fcfs["ttft_s"]["p99"],
+        "mean_latency": one["mean_latency_s"] / fcfs["mean_latency_s"],
+        "longest_wait_s": one["queueing_s"]["max"] - fcfs["queueing_s"]["max"],
     }
 
 
-def prioritise(base: Job, stretch: float, run_all: Runner) -> dict[str, Any]:
+def broken_bars(rows: Rows, starvation_s: float) -> list[str]:
+    """Say where the default is worse than FCFS by more than it may be."""
+    told = []
+    for one in rows:
+        found = one["beside_fcfs"]
+        is_broken = {
+            f"goodput {found['goodput']:.3f}": found["goodput"] < 0.98,
+            f"mean TTFT {found['mean_ttft']:.3f}": found["mean_ttft"] > 1.02,
+            f"P99 TTFT {found['p99_ttft']:.3f}": one["share"] <= MAIN_SHARE and found["p99_ttft"] > 1.25,
+            f"longest wait {found['longest_wait_s']:+.1f} s": found["longest_wait_s"] > starvation_s,
+        }
+        told += [f"{_name(one)}: {text} of FCFS's" for text, broken in is_broken.items() if broken]
+    return told
+
+
+def _name(one: dict[str, Any]) -> str:
+    return f"{one['load']}, {one['loop']} {one['share']}, {one['passes']}, {one['predictor']}"
+
+
+# --- what predictions are worth
+
+
+def judge_predictors(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compare predictors under the default pipeline where only short prompts come."""
+    source = Source(name="azure_conv", trace=AZURE, limit=options.limit, max_prompt=SHORT)
+    capacity = capacity_of(source, options.cost)
+    names = installed_predictors(PluginRegistry.load())
+    found = []
+    for passes, share in product((DEFAULT, PATIENT), SHARES[1:]):
+        load = open_load(source, capacity, share)
+        runs = {
+            name: run(Job(source=source, cost=options.cost, load=load, passes=passes, predictor=name))
+            for name in names
+        }
+        nothing, exact = (runs[name]["mean_latency_s"] for name in (NOTHING, EXACT))
+        found += [
+            {
+                "share": share,
+                "capacity": capacity,
+                "gain": (nothing - one["mean_latency_s"]) / (nothing - exact) if nothing > exact else None,
+                **one,
+            }
+            for one in runs.values()
+        ]
+    return found
+
+
+# --- parts on one trace
+
+
+def prioritise(job: Callable[..., Job]) -> dict[str, Any]:
     """Compare the delay of urgent requests where the engine does not know them, and where it does."""
-    job = replace(base, half=1, stretch=stretch, share_urgent=URGENT_SHARE)
-    names = ["fcfs", "priorities alone", "order=priority"]
-    jobs = [replace(job, passes=FCFS, is_told=False), replace(job, passes=FCFS)]
-    if is_installed(URGENT):
-        jobs.append(replace(job, passes=URGENT))
-    return dict(zip(names, run_all(jobs), strict=False))
+    told = {"fcfs": (FCFS, False), "priorities alone": (FCFS, True), "default": (DEFAULT, True)}
+    told["order=priority"] = (URGENT, True)
+    return {
+        name: run(job(passes=passes, is_told=is_told, share_urgent=URGENT_SHARE))
+        for name, (passes, is_told) in told.items()
+    }
 
 
-def vary_blocks(base: Job, stretch: float, chosen: str, run_all: Runner) -> list[dict[str, Any]]:
+def vary_blocks(job: Callable[..., Job]) -> list[dict[str, Any]]:
     """Compare what is computed again at several capacities with what a cache alone would."""
-    jobs = [
-        replace(base, half=1, stretch=stretch, passes=chosen, num_blocks=num_blocks) for num_blocks in BLOCKS
-    ]
-    served = run_all(jobs)
-    requests = requests_of(jobs[0])
+    requests = requests_of(job().source)
     config = EngineConfig().with_values({"kv.block_size": requests[0].block_tokens or 16})
     alone = replay_cache(
         requests, config, capacities=BLOCKS, policies=["lru", "belady"], advance=lambda amount: None
     )
     rates = {(one.eviction_policy, one.capacity): one.figures.re_prefill_rate for one in alone.runs}
-    return [
-        {
-            "num_blocks": num_blocks,
-            "re_prefill_rate": one["re_prefill_rate"],
-            "lru_re_prefill_rate": rates["lru", num_blocks],
-            "belady_re_prefill_rate": rates["belady", num_blocks],
-            "run": one,
-        }
-        for num_blocks, one in zip(BLOCKS, served, strict=True)
-    ]
+    found = []
+    for num_blocks in BLOCKS:
+        one = run(job(passes=DEFAULT, num_blocks=num_blocks))
+        found.append(
+            {
+                "num_blocks": num_blocks,
+                "re_prefill_rate": one["re_prefill_rate"],
+                "lru_re_prefill_rate": rates["lru", num_blocks],
+                "belady_re_prefill_rate": rates["belady", num_blocks],
+                "run": one,
+            }
+        )
+    return found
 
 
-def vary_targets(base: Job, stretch: float, chosen: str, run_all: Runner) -> list[dict[str, Any]]:
+def vary_targets(job: Callable[..., Job]) -> list[dict[str, Any]]:
     """Show what longer steps do to both pipelines."""
-    jobs = [
-        replace(base, half=1, stretch=stretch, passes=each, target_ms=target_ms)
+    return [
+        {"target_ms": target_ms, "run": run(job(passes=passes, target_ms=target_ms))}
         for target_ms in TARGETS_MS
-        for each in (FCFS, chosen)
+        for passes in (FCFS, DEFAULT)
     ]
-    return [{"target_ms": job.target_ms, "run": one} for job, one in zip(jobs, run_all(jobs), strict=True)]
 
+
+# --- text
 
 _HEAD = (
-    "PIPELINE", "LOAD", "GOODPUT/S", "TOKENS/S", "TTFT MEAN", "P99", "TPOT MEAN", "LONGEST WAIT", "HIT RATE",
-    "RE-PREFILL", "BATCHING", "OF THE STEP'S BUDGET",
+    "LOAD", "LOOP", "PIPELINE", "PREDICTOR", "GOODPUT/S", "TTFT MEAN", "P99", "LONGEST WAIT", "LATENCY MEAN",
+    "JAIN",
 )  # fmt: skip
 
 
-def _row(one: dict[str, Any], load: object) -> tuple[str, ...]:
+def _row(one: dict[str, Any]) -> tuple[str, ...]:
+    found = one["beside_fcfs"]
+    is_fcfs = all(value in (0, 1) for value in found.values()) and one["passes"] == "chunked-prefill"
+    jain = one["jains_index"]
     return (
-        one["passes"],
-        str(load),
-        f"{one['goodput_requests_per_s']:.3f}",
-        f"{one['output_throughput_tokens_per_s']:.0f}",
-        f"{one['ttft_s']['mean']:.2f} s",
-        f"{one['ttft_s']['p99']:.1f} s",
-        f"{1e3 * one['tpot_s']['mean']:.1f} ms",
+        one["load"],
+        f"{one['loop']} {one['share']}",
+        "FCFS" if is_fcfs else one["passes"],
+        "" if is_fcfs else one["predictor"],
+        f"{one['goodput_requests_per_s']:.3f}" + _gain(found["goodput"], is_fcfs=is_fcfs),
+        f"{one['ttft_s']['mean']:.2f} s" + _gain(found["mean_ttft"], is_fcfs=is_fcfs),
+        f"{one['ttft_s']['p99']:.2f} s" + _gain(found["p99_ttft"], is_fcfs=is_fcfs),
         f"{one['queueing_s']['max']:.1f} s",
-        f"{one['token_hit_rate']:.1%}",
-        f"{one['re_prefill_rate']:.1%}",
-        _share(one["batching_efficiency"]),
-        _share(one["lowered_batching_efficiency"]),
+        f"{one['mean_latency_s']:.2f} s" + _gain(found["mean_latency"], is_fcfs=is_fcfs),
+        "-" if jain is None else f"{jain:.3f}",
     )
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+def _gain(ratio: float, *, is_fcfs: bool) -> str:
+    return "" if is_fcfs else f" ({ratio - 1:+.0%})"
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """Show what was chosen, the scores, the urgent requests and the blocks."""
-    parts = [f"FCFS carries {found['capacity_requests_per_s']} requests/s of the halves"]
-    if choice := found.get("choice"):
-        rows = [_row(one, MAIN_LOAD) for one in choice["first_half"]]
-        parts.append("first half\n" + columns(_HEAD, rows))
-        rows = [_row(one[name], one["load"]) for one in choice["second_half"] for name in ("fcfs", "chosen")]
-        parts.append("second half\n" + columns(_HEAD, rows))
-        parts += [
-            f"at {one['load']}: goodput {one['goodput_gain']:+.1%}, mean TTFT {one['mean_ttft_gain']:+.1%}, "
-            f"throughput {one['throughput_gain']:+.1%}"
-            for one in choice["second_half"]
-        ]
+def loads_text(rows: Rows, broken: Sequence[str]) -> str:
+    """Show every run, what predictions add to it, and which bars it breaks."""
+    parts = [columns(_HEAD, [_row(one) for one in rows])]
+    parts += summary(rows)
+    parts.append("\n".join(broken) or "every bar holds")
+    return "\n\n".join(parts)
+
+
+def summary(rows: Rows) -> list[str]:
+    """Say what each pipeline gains in the mean over loads at the main share, with each predictor."""
+    lines = []
+    for (passes, predictor), cells in _by_pipeline(rows).items():
+        main = [one["beside_fcfs"] for one in cells if one["share"] == MAIN_SHARE]
+        mean = {name: fmean(one[name] for one in main) - 1 for name in main[0]}
+        lines.append(
+            f"{passes}, {predictor}: at {MAIN_SHARE} goodput {mean['goodput']:+.1%}, "
+            f"mean TTFT {mean['mean_ttft']:+.1%}, mean latency {mean['mean_latency']:+.1%} in the mean of "
+            f"{len(main)} runs"
+        )
+    return lines
+
+
+def _by_pipeline(rows: Rows) -> dict[tuple[str, str], Rows]:
+    found: dict[tuple[str, str], Rows] = {}
+    for one in rows:
+        if one["is_candidate"]:
+            found.setdefault((one["passes"], one["predictor"]), []).append(one)
+    return found
+
+
+def predictors_text(rows: Rows) -> str:
+    """Show mean latencies and shares of the exact lengths' gain."""
+    shown = [
+        (
+            str(one["share"]),
+            one["passes"],
+            one["predictor"],
+            f"{one['mean_latency_s']:.2f} s",
+            "-" if one["gain"] is None else f"{one['gain']:.0%}",
+            f"{one['ttft_s']['mean']:.2f} s",
+            f"{one['goodput_requests_per_s']:.2f}",
+        )
+        for one in rows
+    ]
+    head = (
+        "LOAD",
+        "PIPELINE",
+        "PREDICTOR",
+        "LATENCY MEAN",
+        "OF THE EXACT ONE'S GAIN",
+        "TTFT MEAN",
+        "GOODPUT/S",
+    )
+    return columns(head, shown)
+
+
+def trace_text(found: dict[str, Any]) -> list[str]:
+    """Show the urgent requests, the blocks and the targets."""
+    parts = []
     for name, one in found.get("priority", {}).items():
         tail = one["urgent_queueing_s"]
         parts.append(
@@ -289,63 +463,86 @@ def as_text(found: dict[str, Any]) -> str:
             f"P99 {tail['p99']:.3f} s; the longest wait of all is {one['queueing_s']['max']:.1f} s"
         )
     if blocks := found.get("blocks"):
+        names = ("re_prefill_rate", "lru_re_prefill_rate", "belady_re_prefill_rate")
+        rows = [(f"{one['num_blocks']:,}", *(f"{one[name]:.1%}" for name in names)) for one in blocks]
+        parts.append(columns(("BLOCKS", "RE-PREFILL", "LRU, CACHE ALONE", "BELADY, CACHE ALONE"), rows))
+    if targets := found.get("targets"):
         rows = [
             (
-                f"{one['num_blocks']:,}",
-                f"{one['re_prefill_rate']:.1%}",
-                f"{one['lru_re_prefill_rate']:.1%}",
-                f"{one['belady_re_prefill_rate']:.1%}",
+                f"{one['target_ms']:g} ms",
+                one["run"]["passes"],
+                f"{one['run']['batching_efficiency']:.1%}",
+                f"{one['run']['goodput_requests_per_s']:.3f}",
+                f"{one['run']['ttft_s']['mean']:.2f} s",
+                f"{1e3 * one['run']['tpot_s']['mean']:.1f} ms",
             )
-            for one in blocks
+            for one in targets
         ]
-        head = ("BLOCKS", "RE-PREFILL", "LRU, CACHE ALONE", "BELADY, CACHE ALONE")
+        head = ("STEP TARGET", "PIPELINE", "BATCHING", "GOODPUT/S", "TTFT MEAN", "TPOT MEAN")
         parts.append(columns(head, rows))
-    if targets := found.get("targets"):
-        head = ("PIPELINE", "STEP TARGET", *_HEAD[2:])
-        rows = [_row(one["run"], f"{one['target_ms']:g} ms") for one in targets]
-        parts.append(columns(head, rows))
-    return "\n\n".join(parts)
+    return parts
+
+
+# --- command line
+
+PARTS = ("loads", "predictors", "priority", "blocks", "targets")
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--traces", type=Path, help="folder of recorded traces")
+    parser.add_argument("--cost", type=Path, default=COST)
+    parser.add_argument("--loads", nargs="*", choices=[*LOADS], default=list(LOADS))
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--limit", type=int, help="requests of each load or trace")
+    parser.add_argument("--compare", nargs="+", default=[], metavar="PASSES", help="other pipelines")
+    parser.add_argument("--predictors", nargs="+", default=[NOTHING, "statistical", EXACT])
+    output_flags(parser, "policies-h200-8b")
+    options = parser.parse_args()
+    options.pipelines = [DEFAULT, *options.compare]
+    options.found = sorted(
+        path
+        for path in (options.traces.iterdir() if options.traces else ())
+        if ".json" in path.name or ".csv" in path.name
+    )
+    return options
 
 
 def main() -> None:
     """Simulate and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--limit", type=int, help="take so many requests of the trace")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--parts", nargs="+", default=["choice", "priority", "blocks", "targets"])
-    parser.add_argument("--chosen", default=FCFS, help="the pipeline of the other parts, without `choice`")
-    output_flags(parser, "policies-h200-8b")
-    options = parser.parse_args()
-    candidates = [each for each in CANDIDATES if is_installed(each)]
-    base = Job(trace=options.trace, half=None, limit=options.limit, passes=FCFS, stretch=1.0)
-    with ProcessPoolExecutor(options.jobs) as pool:
-
-        def run_all(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-            return list(pool.map(run, jobs))
-
-        halves = (0, 1) if "choice" in options.parts else (1,)
-        capacity, saturated = stretches(base, run_all, halves)
-        found: dict[str, Any] = {
-            "trace": options.trace.name,
-            "limit": options.limit,
-            "cost": read_step_costs(COST).source,
-            "capacity_requests_per_s": [round(one["request_throughput_per_s"], 3) for one in saturated],
-            "saturated": saturated,
-            "starvation_limit_s": STARVATION_LIMIT_S,
-            "left_out": [each for each in CANDIDATES if each not in candidates],
-        }
-        chosen = options.chosen
-        if "choice" in options.parts:
-            found["choice"] = choose(base, capacity, run_all, candidates)
-            chosen = found["choice"]["chosen"]
-        if "priority" in options.parts:
-            found["priority"] = prioritise(base, capacity[1] / MAIN_LOAD, run_all)
-        if "blocks" in options.parts:
-            found["blocks"] = vary_blocks(base, capacity[1] / MAIN_LOAD, chosen, run_all)
-        if "targets" in options.parts:
-            found["targets"] = vary_targets(base, capacity[1] / MAIN_LOAD, chosen, run_all)
-    publish("policies", as_text(found), options, **found)
+    options = parse()
+    found: dict[str, Any] = {"cost": read_step_costs(options.cost).source, "limit": options.limit}
+    parts = []
+    if "loads" in options.parts:
+        rows = judge_loads(options)
+        order = EngineConfig().scheduler.order
+        starvation_s = 0.0
+        if order is not None:
+            made: Any = PluginRegistry.load().resolve("scheduler_pass", order.name)
+            starvation_s = made(**order.options).starvation_s
+        default = ",".join(spec.text for spec in EngineConfig().scheduler.pipeline)
+        judged = [one for one in rows if one["passes"] == default]
+        broken = broken_bars(judged, starvation_s)
+        found |= {"default": default, "loads": rows, "broken_bars": broken}
+        parts.append(loads_text(rows, broken))
+    if "predictors" in options.parts:
+        found["predictors"] = judge_predictors(options)
+        parts.append(predictors_text(found["predictors"]))
+    trace = next((path for path in options.found if path.name in MOONCAKE), None)
+    if trace is not None:
+        source = Source(name="mooncake", trace=trace, limit=options.limit or 3000)
+        load = open_load(source, capacity_of(source, options.cost), MAIN_SHARE)
+        job = partial(Job, source=source, cost=options.cost, load=load)
+        kinds: dict[str, Callable[..., Any]] = {
+            "priority": prioritise, "blocks": vary_blocks, "targets": vary_targets
+        }  # fmt: skip
+        found |= {name: measure(job) for name, measure in kinds.items() if name in options.parts}
+        parts += trace_text(found)
+    publish("policies", "\n\n".join(parts), options, **found)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,11 @@ from sagellm.kvmgr.scheduler_ir.passes import (
     ChunkedPrefillPass,
     DeadlinePass,
     FairSharePass,
-    LifetimeAwarePass,
     MemoryAwarePreemptionPass,
     MLFQPass,
     PrefixCacheAwarePass,
     PriorityBasedPass,
+    ShortestFirstPass,
 )
 from sagellm.kvmgr.scheduler_ir.schedule_verifier import verify_rewrite
 
@@ -43,11 +43,11 @@ PASSES: tuple[SchedulerPassProtocol, ...] = (
     ChunkedPrefillPass(),
     DeadlinePass(ttft_s=1, tpot_ms=50),
     FairSharePass(),
-    LifetimeAwarePass(),
     MemoryAwarePreemptionPass(),
     MLFQPass(),
     PrefixCacheAwarePass(),
     PriorityBasedPass(),
+    ShortestFirstPass(),
     AdmissionLimitPass(max_seats=8),
 )
 COST = StepCost(base_ns=1e7, token_ns=1e5, seq_ns=1e5, kv_token_ns=1e3)

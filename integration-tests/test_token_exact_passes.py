@@ -22,15 +22,15 @@ STEP_COST = StepCost(base_ns=1e6, token_ns=1e5, seq_ns=1e5, kv_token_ns=300, pai
 
 ALONE = {
     "batching": "order=batching,share=none,chunk=none",
-    "chunked-prefill": "share=none,chunk=chunked-prefill",
+    "chunked-prefill": "order=none,share=none,chunk=chunked-prefill",
     "deadline": "order=deadline{ttft_s=1, tpot_ms=5},share=none,chunk=none",
-    "fair-share": "share=fair-share,chunk=none",
-    "lifetime": "order=lifetime{min_confidence=0},share=none,chunk=none",
-    "memory-aware": "share=none,preempt=memory-aware,chunk=none",
+    "fair-share": "order=none,share=fair-share,chunk=none",
+    "memory-aware": "order=none,share=none,preempt=memory-aware,chunk=none",
     "mlfq": "order=mlfq{quantum=32, max_preempted=1},share=none,chunk=none",
     "prefix-aware": "order=prefix-aware,share=none,chunk=none",
     "priority": "order=priority{ageing_s=0.001},share=none,chunk=none",
-    "tenant-limits": "tenant-limits{max_seats=2},share=none,chunk=none",
+    "shortest": "order=shortest{min_confidence=0},share=none,chunk=none",
+    "tenant-limits": "order=none,tenant-limits{max_seats=2},share=none,chunk=none",
 }
 """Each pass as the only one, with options that let it decide something in so short a run."""
 
@@ -40,11 +40,11 @@ def random_pipeline(rng: Random) -> str:
     options = {
         "batching": ("", "{starvation_s=0.1}"),
         "deadline": ("", "{ttft_s=0.2}", "{ttft_s=1, tpot_ms=2}"),
-        "lifetime": ("", "{untrusted=mean, starvation_s=0.2}"),
         "memory-aware": ("", "{mode=swap}", "{mode=recompute, ageing_s=0.1}"),
         "mlfq": ("{quantum=16}", "{quantum=64, max_preempted=2, promote_s=0.1}"),
         "prefix-aware": ("", "{max_probes=1}", "{starvation_s=0.05}"),
         "priority": ("", "{ageing_s=0.02}"),
+        "shortest": ("", "{min_confidence=0, starvation_s=0.2}"),
         "tenant-limits": ("{max_seats=1}", "{max_tokens=300}"),
     }
     names = rng.sample(sorted(options), rng.randint(1, 5))

@@ -220,12 +220,12 @@ def test_the_users_file_follows_other_platforms(monkeypatch, platform, expected)
 def test_a_stage_among_the_passes_comes_from_where_these_do(tmp_path):
     (tmp_path / "sagellm.yaml").write_text("scheduler: {order: mlfq, share: none}")
     loaded = load_config(
-        {"scheduler_passes": "order=lifetime{starvation_s=30}, batching"},
+        {"scheduler_passes": "order=shortest{starvation_s=30}, batching"},
         environ={"HOME": str(tmp_path)},
         directory=tmp_path,
     )
     scheduler = loaded.config.scheduler
-    assert scheduler.order == ProviderSpec("lifetime", {"starvation_s": 30})
+    assert scheduler.order == ProviderSpec("shortest", {"starvation_s": 30})
     assert (scheduler.passes, scheduler.share) == ((ProviderSpec("batching"),), None)
     assert str(loaded.origins["scheduler.order"]) == "flag --scheduler-passes"
     assert loaded.origins["scheduler.share"].kind == "file"

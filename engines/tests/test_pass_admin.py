@@ -20,9 +20,9 @@ def test_a_pass_that_stays_keeps_its_state_and_counts(make_engine):
     engine = make_engine()
     admin, pipeline = engine.client.core.parts.passes, engine.client.core.scheduler._ir
     engine.generate([5, 6, 7], GREEDY)
-    chunked = pipeline.pipeline._entries[1]
+    chunked = pipeline.pipeline._entries[2]
     assert chunked[1].largest > 0
-    admin.set_passes("share=none")
+    admin.set_passes("order=none,share=none")
     assert (names(engine), pipeline.pipeline._entries[0]) == (["chunked-prefill"], chunked)
     admin.set_passes("chunk=chunked-prefill{min_share=0.3}")
     assert pipeline.pipeline._entries[0][1].largest == 0
@@ -33,7 +33,7 @@ def test_requests_go_on_while_passes_change(make_engine):
     engine = make_engine()
     engine.add_request([5, 6, 7], GREEDY)
     outputs = []
-    for text in ("share=none", "chunk=none", "null", "share=fair-share", *[""] * 4):
+    for text in ("order=none", "share=none", "chunk=none", "null", "share=fair-share", *[""] * 4):
         outputs += engine.step()
         engine.client.core.parts.passes.set_passes(text)
     assert outputs[-1].outputs[0].token_ids == expected
@@ -47,7 +47,7 @@ def test_a_text_that_names_no_pass_changes_nothing(make_engine, text):
     engine = make_engine()
     with pytest.raises(SageLLMError):
         engine.client.core.parts.passes.set_passes(text)
-    assert names(engine) == ["fair-share", "chunked-prefill"]
+    assert names(engine) == ["shortest", "fair-share", "chunked-prefill"]
 
 
 @pytest.mark.parametrize("method", ["run", "observe"])
@@ -86,7 +86,7 @@ def test_a_pass_that_failed_is_not_forgotten_when_others_are_set(make_engine, mo
     admin = engine.client.core.parts.passes
     monkeypatch.setattr(FairSharePass, "run", lambda *_: {}["gone"])
     engine.generate([5, 6, 7], GREEDY)
-    assert names(engine) == ["chunked-prefill"]
+    assert names(engine) == ["shortest", "chunked-prefill"]
     admin.set_passes("order=priority")
     engine.generate([5, 6, 7], GREEDY)
     assert list(admin.metrics().failures) == ["fair-share"]
@@ -112,7 +112,7 @@ def test_a_scheduler_without_these_operations_says_so():
     ("printed", "begin"), [("changed", "step 0: fair-share: "), ("ir", "// after fair-share\nstep 0 at ")]
 )
 def test_what_passes_do_is_printed_on_standard_error(make_engine, capsys, printed, begin):
-    engine = make_engine(scheduler_print=printed, scheduler_passes="chunk=none")
+    engine = make_engine(scheduler_print=printed, scheduler_passes="order=none,chunk=none")
     for tenant in "ab":
         engine.add_request([5, 6, 7], GREEDY, tenant=Tenant(tenant))
     engine.step()

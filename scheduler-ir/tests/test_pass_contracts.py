@@ -24,11 +24,11 @@ from sagellm.kvmgr.scheduler_ir.passes import (
     ChunkedPrefillPass,
     DeadlinePass,
     FairSharePass,
-    LifetimeAwarePass,
     MemoryAwarePreemptionPass,
     MLFQPass,
     PrefixCacheAwarePass,
     PriorityBasedPass,
+    ShortestFirstPass,
 )
 from sagellm.testing import scheduler_pass
 from sagellm.testing.schedule_simulation import ScheduleSimulation
@@ -50,14 +50,14 @@ class TestBatching(SchedulerPassContract):
         return BatchingEfficiencyPass()
 
 
-class TestLifetime(SchedulerPassContract):
+class TestShortest(SchedulerPassContract):
     def make(self) -> SchedulerPassProtocol:
-        return LifetimeAwarePass()
+        return ShortestFirstPass()
 
 
-class TestLifetimeByTheMean(SchedulerPassContract):
+class TestShortestThatTrustsFew(SchedulerPassContract):
     def make(self) -> SchedulerPassProtocol:
-        return LifetimeAwarePass(min_confidence=0.9, untrusted="mean", starvation_s=500)
+        return ShortestFirstPass(min_confidence=0.95, starvation_s=500)
 
 
 class TestDeadline(SchedulerPassContract):
@@ -117,11 +117,11 @@ class TestChunkedPrefill(SchedulerPassContract):
     [
         BatchingEfficiencyPass(starvation_s=1e9),
         DeadlinePass(ttft_s=1, starvation_s=1e9),
-        LifetimeAwarePass(starvation_s=1e9),
         MLFQPass(promote_s=1e9, quantum=8),
         MemoryAwarePreemptionPass(ageing_s=1e9),
         PrefixCacheAwarePass(starvation_s=1e9),
         PriorityBasedPass(ageing_s=1e9),
+        ShortestFirstPass(starvation_s=1e9),
     ],
     ids=lambda each: each.name,
 )
@@ -161,11 +161,11 @@ NAMES: dict[str, Callable[..., SchedulerPassProtocol]] = {
     "chunked-prefill": ChunkedPrefillPass,
     "deadline": DeadlinePass,
     "fair-share": FairSharePass,
-    "lifetime": LifetimeAwarePass,
     "memory-aware": MemoryAwarePreemptionPass,
     "mlfq": MLFQPass,
     "prefix-aware": PrefixCacheAwarePass,
     "priority": PriorityBasedPass,
+    "shortest": ShortestFirstPass,
     "tenant-limits": AdmissionLimitPass,
 }
 
@@ -184,8 +184,8 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: PriorityBasedPass(ageing_s=float("nan")), "priority: ageing_s is nan"),
     (lambda: PriorityBasedPass(ageing_s="30"), "priority: ageing_s is '30'"),  # type: ignore[arg-type]
     (lambda: BatchingEfficiencyPass(starvation_s=-1), "batching: starvation_s is -1"),
-    (lambda: LifetimeAwarePass(min_confidence=1.5), "min_confidence is 1.5; it must be"),
-    (lambda: LifetimeAwarePass(untrusted="min"), "untrusted is 'min'; it must be one of max, mean"),  # type: ignore[arg-type]
+    (lambda: ShortestFirstPass(min_confidence=1.5), "shortest: min_confidence is 1.5; it must be"),
+    (lambda: ShortestFirstPass(starvation_s=0), "shortest: starvation_s is 0; it must be"),
     (lambda: DeadlinePass(ttft_s=0), "deadline: ttft_s is 0; it must be a number above 0, or null"),
     (lambda: DeadlinePass(factor=None), "deadline: factor is None"),  # type: ignore[arg-type]
     (lambda: DeadlinePass(min_tokens=0), "deadline: min_tokens is 0"),
@@ -214,11 +214,11 @@ def random_pass(name: str, rng: Random) -> SchedulerPassProtocol:
         "chunked-prefill": {"min_share": rng.choice((0, 0.2, 1))},
         "deadline": {"ttft_s": rng.choice((None, 1, 30)), "tpot_ms": rng.choice((None, 5, 50))},
         "fair-share": {"output_cost": rng.choice((0, 1, 4))},
-        "lifetime": {"untrusted": rng.choice(("max", "mean")), "starvation_s": rng.choice((5, 50))},
         "memory-aware": {"mode": rng.choice(("auto", "recompute", "swap"))},
         "mlfq": {"quantum": rng.choice((1, 64)), "max_preempted": rng.choice((0, 1))},
         "prefix-aware": {"max_probes": rng.choice((1, 3, 32)), "starvation_s": rng.choice((5, 50))},
         "priority": {"ageing_s": rng.choice((3, 30))},
+        "shortest": {"min_confidence": rng.choice((0, 0.6)), "starvation_s": rng.choice((5, 50))},
         "tenant-limits": {"max_seats": rng.choice((1, 3)), "max_tokens": rng.choice((None, 100))},
     }
     return NAMES[name](**options[name])

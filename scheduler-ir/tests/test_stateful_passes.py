@@ -12,6 +12,7 @@ import pytest
 
 from sagellm.core import (
     EngineError,
+    PluginRegistry,
     PrefixHit,
     RequestRows,
     ScheduleIR,
@@ -24,14 +25,14 @@ from sagellm.core import (
     VirtualClock,
 )
 from sagellm.core.ids import RequestId
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, passes
 from sagellm.kvmgr.scheduler_ir.passes import (
     ChunkedPrefillPass,
     FairSharePass,
-    LifetimeAwarePass,
     MemoryAwarePreemptionPass,
     PrefixCacheAwarePass,
     PriorityBasedPass,
+    ShortestFirstPass,
 )
 from sagellm.kvmgr.scheduler_ir.passes.estimates import num_prompt_tokens_within
 from sagellm.kvmgr.scheduler_ir.pipeline import PassPipeline
@@ -72,7 +73,7 @@ class Probed:
         return PrefixHit(self.hits.get(row.request_id, 0), 1)
 
 
-@pytest.mark.parametrize("made", [PrefixCacheAwarePass(max_probes=4), LifetimeAwarePass(max_probes=4)])
+@pytest.mark.parametrize("made", [PrefixCacheAwarePass(max_probes=4), ShortestFirstPass(max_probes=4)])
 def test_a_long_queue_is_asked_for_a_few_at_a_time_until_all_are_known(made: SchedulerPassProtocol) -> None:
     names = [f"r{number}" for number in range(10)]
     probe, state = Probed({"r9": 8}), made.start()
@@ -304,3 +305,27 @@ def test_a_given_cache_is_asked_without_a_lock() -> None:
     rows = [request("short", 20), request("long", 50)]
     assert made.run(ir_of(rows, state=made.start())).admission.tolist() == [1, 0]
     assert cache.calls == [(20, rows[0].namespace), (50, rows[1].namespace)]
+
+
+def test_the_old_name_of_shortest_works_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"LifetimeAwarePass \(lifetime\) is ShortestFirstPass"):
+        old = passes.LifetimeAwarePass(untrusted="max", starvation_s=5)
+    assert isinstance(old, ShortestFirstPass)
+    assert PluginRegistry.load().resolve("scheduler_pass", "lifetime") is passes.LifetimeAwarePass
+    ir = ir_of([request("long", 90), request("short", 20)], state=old.start())
+    assert old.run(ir).admission.tolist() == [1, 0]
+
+
+def test_what_the_queue_takes_follows_the_rate_of_admission() -> None:
+    """Prompts that take a second alone are admitted one in two seconds: three of them are six seconds."""
+    made, cost = ShortestFirstPass(), StepCost(token_ns=1e7)
+    state = made.start()
+    for step in range(0, 400, 2):
+        ir = ir_of([request(f"{step}{name}", 100) for name in "abc"], state=state, cost=cost, now=float(step))
+        made.run(ir)
+        plan = BaseSchedulerIR(max_num_batched_tokens=100, clock=VirtualClock()).schedule(
+            pending_requests=[*ir.pending], running_requests=[], available_memory=100
+        )
+        assert plan.num_admitted == 1
+        made.observe(plan, state)
+    assert state.longest_s == pytest.approx(6.0, rel=0.1)

@@ -396,10 +396,10 @@ def test_the_tab_key_completes_providers_distributions_and_kinds(install):
 @pytest.mark.parametrize(
     ("typed", "completed"),
     [
-        ("order=lif", ["order=lifetime"]),
-        ("order=lifetime{st", ["order=lifetime{starvation_s="]),
-        ("mlfq,order=lifetime{starvation_s=3, max", ["mlfq,order=lifetime{starvation_s=3, max_probes="]),
-        ("lifetime{starvation_s=3},ml", ["lifetime{starvation_s=3},mlfq"]),
+        ("order=sho", ["order=shortest"]),
+        ("order=shortest{st", ["order=shortest{starvation_s="]),
+        ("mlfq,order=shortest{starvation_s=3, max", ["mlfq,order=shortest{starvation_s=3, max_probes="]),
+        ("shortest{starvation_s=3},ml", ["shortest{starvation_s=3},mlfq"]),
         ("there-is-none{st", []),
     ],
 )

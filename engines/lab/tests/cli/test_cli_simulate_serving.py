@@ -43,8 +43,8 @@ def test_it_prints_pipelines_beside_each_other(trace, costs, sage):
     assert lines[1].endswith("by hand")
     assert lines[3].startswith("PASSES")
     assert [line.split()[0] for line in lines[4:6]] == [
-        "fair-share,chunked-prefill",
-        "chunked-prefill{min_share=0.5}",
+        "shortest,fair-share,chunked-prefill",
+        "shortest,chunked-prefill{min_share=0.5}",
     ]
 
 
@@ -52,14 +52,14 @@ def test_pipelines_that_differ_in_nothing_are_told(trace, costs, sage):
     def out(*flags):
         return sage("llm", "simulate", trace, "--cost", costs, *flags).out
 
-    assert "All pipelines had the same figures" in out("--compare", "order=null")
+    assert "All pipelines had the same figures" in out("--passes", "order=null", "--compare", "order=none")
     assert "same figures" not in out()
 
 
 def test_json_and_files_have_every_request(trace, costs, sage, tmp_path):
     requests, picture = tmp_path / "requests.jsonl", tmp_path / "runs.svg"
     found = sage(
-        "llm", "simulate", trace, "--cost", costs, "--passes", "share=none,chunk=none", "--json",
+        "llm", "simulate", trace, "--cost", costs, "--passes", "order=none,share=none,chunk=none", "--json",
         "--requests", requests, "--plot", picture, "--num-blocks", "64", "--stretch", "0.5", "--no-bounds",
     ).json  # fmt: skip
     (run,) = found["runs"]
@@ -78,11 +78,11 @@ def test_the_default_passes_stand_beside_those_of_the_flag(trace, costs, sage):
             for run in sage("llm", "simulate", trace, "--cost", costs, "--json", *flags).json["runs"]
         ]
 
-    default = ["fair-share,chunked-prefill"]
+    default = ["shortest,fair-share,chunked-prefill"]
     assert passes() == default
-    asked = ["lifetime,fair-share,chunked-prefill"]
-    assert passes("--passes", "order=lifetime") == asked + default
-    assert passes("--passes", "order=lifetime", "--no-bounds") == asked
+    asked = ["mlfq,fair-share,chunked-prefill"]
+    assert passes("--passes", "order=mlfq") == asked + default
+    assert passes("--passes", "order=mlfq", "--no-bounds") == asked
     assert passes("--passes", "share=fair-share") == default
 
 
@@ -124,8 +124,8 @@ def test_the_same_command_prints_the_same(trace, costs, sage):
         (("--cost", "COSTS", "--eviction-policy", "lru,fifo"), "simulated with one"),
         (("--cost", "COSTS", "--tenant-weights", "a:3"), "write name=2.5"),
         (("--cache-only",), "--capacity"),
-        (("--capacity", "50", "--compare", "order=lifetime"), "--compare is for serving"),
-        (("--capacity", "50", "--passes", "order=lifetime"), "--passes is for serving"),
+        (("--capacity", "50", "--compare", "order=mlfq"), "--compare is for serving"),
+        (("--capacity", "50", "--passes", "order=mlfq"), "--passes is for serving"),
         ((), "simulate serving with --cost"),
     ],
 )

@@ -68,12 +68,14 @@ def test_passes_are_shown_and_changed_between_two_steps(engine, sage):
     rows = [line.split() for line in lines(sage("llm", "scheduler", "passes").out)]
     assert rows == [
         ["STAGE", "PASS", "OPTIONS"],
-        ["order", "none"],
+        ["order", "shortest"],
         ["share", "fair-share"],
         ["preempt", "none"],
         ["chunk", "chunked-prefill"],
     ]
-    changed = sage("llm", "scheduler", "passes", "share=none,chunk=chunked-prefill{min_share=0.7},null")
+    changed = sage(
+        "llm", "scheduler", "passes", "order=none,share=none,chunk=chunked-prefill{min_share=0.7},null"
+    )
     assert [line.split(None, 2) for line in lines(changed.out)][1:] == [
         ["order", "none"],
         ["-", "null"],
@@ -99,7 +101,7 @@ def test_what_is_refused_changes_no_pass(engine, sage):
 
 def test_scheduler_stats_have_passes_the_cost_of_a_step_and_its_target(engine, sage):
     shown = sage("llm", "scheduler", "stats", "--json").json
-    assert [each["name"] for each in shown["passes"]] == ["fair-share", "chunked-prefill"]
+    assert [each["name"] for each in shown["passes"]] == ["shortest", "fair-share", "chunked-prefill"]
     assert all(each["num_runs"] == shown["num_steps"] for each in shown["passes"])
     assert shown["step_target_ms"] == 250.0
     assert shown["step_cost_token_us"] >= 0

@@ -286,7 +286,7 @@ class SchedulerConfig(Checked):
 
     name: OneProvider = provider("scheduler", "base", "scheduler by name")
     order: OneProvider | None = provider(
-        "scheduler_pass", None, "pass that orders admission; null: by priority, then arrival"
+        "scheduler_pass", "shortest", "pass that orders admission; null: by priority, then arrival"
     )
     share: OneProvider | None = provider(
         "scheduler_pass", "fair-share", "pass that shares the engine between tenants; null: none"

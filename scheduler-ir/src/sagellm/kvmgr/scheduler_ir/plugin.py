@@ -7,11 +7,12 @@ _PASSES = (
     ("chunked-prefill", "chunked_prefill:ChunkedPrefillPass", "keeps steps within their target time"),
     ("deadline", "deadline:DeadlinePass", "serves first what is due first"),
     ("fair-share", "fair_share:FairSharePass", "serves tenants equally by weight"),
-    ("lifetime", "lifetime:LifetimeAwarePass", "serves first what ends soonest, as predicted"),
+    ("lifetime", "lifetime:LifetimeAwarePass", "the old name of shortest"),
     ("memory-aware", "memory_aware:MemoryAwarePreemptionPass", "preempts what costs least to compute again"),
     ("mlfq", "mlfq:MLFQPass", "serves first what has been served least, without predictions"),
     ("prefix-aware", "prefix_aware:PrefixCacheAwarePass", "admits first what is cached"),
     ("priority", "priority:PriorityBasedPass", "serves by priority, which waiting raises"),
+    ("shortest", "shortest:ShortestFirstPass", "serves first what takes the least time"),
     ("tenant-limits", "tenant_limits:AdmissionLimitPass", "limits what one tenant runs at a time"),
 )
 

@@ -55,7 +55,7 @@ SERVING_FLAGS = (
         "Multiply arrival times by this; below 1, the load is heavier. [default: 1]",
     ),
     setting_flag("scheduler_passes", "scheduler.passes", "--passes"),
-    _flag("compare", list[str], "PASSES", "Also run with these scheduler passes: 'order=lifetime'."),
+    _flag("compare", list[str], "PASSES", "Also run with these scheduler passes: 'order=none'."),
     _flag("max_ttft_s", float, "SECONDS", "A good request's time to its first token … [default: 2]", min=0),
     _flag(
         "max_ttft_prefills", float, "FLOAT", "… plus this many times its prompt's own. [default: 3]", min=0

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sagellm.kvmgr.scheduler_ir.passes.mlfq import MLFQPass as MLFQPass
     from sagellm.kvmgr.scheduler_ir.passes.prefix_aware import PrefixCacheAwarePass as PrefixCacheAwarePass
     from sagellm.kvmgr.scheduler_ir.passes.priority import PriorityBasedPass as PriorityBasedPass
+    from sagellm.kvmgr.scheduler_ir.passes.shortest import ShortestFirstPass as ShortestFirstPass
     from sagellm.kvmgr.scheduler_ir.passes.tenant_limits import AdmissionLimitPass as AdmissionLimitPass
 
 _MODULE_OF = {
@@ -24,13 +25,16 @@ _MODULE_OF = {
     "ChunkedPrefillPass": ".chunked_prefill",
     "DeadlinePass": ".deadline",
     "FairSharePass": ".fair_share",
-    "LifetimeAwarePass": ".lifetime",
     "MLFQPass": ".mlfq",
     "MemoryAwarePreemptionPass": ".memory_aware",
     "PrefixCacheAwarePass": ".prefix_aware",
     "PriorityBasedPass": ".priority",
+    "ShortestFirstPass": ".shortest",
 }
 
 __all__ = sorted(_MODULE_OF)
 
-__getattr__ = lazy(__name__, _MODULE_OF)
+_RENAMED = {"LifetimeAwarePass": ".lifetime"}
+"""Warns when it is made."""
+
+__getattr__ = lazy(__name__, _MODULE_OF | _RENAMED)

@@ -39,21 +39,18 @@ def decode_ns(cost: StepCost, contexts: npt.NDArray[np.integer], num_seqs: int) 
     return base + (cost.kv_token_ns + cost.pair_ns) * contexts.astype(np.float64)
 
 
-def remaining_output(
-    rows: RequestRows, min_confidence: float, *, is_mean_used: bool
-) -> npt.NDArray[np.float64]:
-    """Return how many output tokens each request still has, as predicted if that is trusted.
+def remaining_output(rows: RequestRows, min_confidence: float) -> npt.NDArray[np.float64]:
+    """Return how many output tokens each request still has, as predicted if that is trusted: (rows,).
 
-    For others: what max_tokens leaves, or if `is_mean_used` the mean of the trusted predictions if that is
-    less.
+    Others have the mean of the trusted predictions, and 0 if there are none; each has at most what its
+    max_tokens leaves.
     """
-    left = np.maximum(rows.max_tokens - (rows.num_tokens - rows.num_prompt_tokens), 1).astype(np.float64)
     predicted = rows.predicted_remaining_tokens
     is_trusted = ~np.isnan(predicted) & (rows.confidence >= min_confidence)
     if not is_trusted.any():
-        return left
-    others = np.minimum(left, predicted[is_trusted].mean()) if is_mean_used else left
-    return np.where(is_trusted, np.minimum(predicted, left), others)
+        return np.zeros(len(rows))
+    left = np.maximum(rows.max_tokens - (rows.num_tokens - rows.num_prompt_tokens), 1)
+    return np.minimum(np.where(is_trusted, predicted, predicted[is_trusted].mean()), left).astype(np.float64)
 
 
 def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float, min_share: float = 0.0) -> int:

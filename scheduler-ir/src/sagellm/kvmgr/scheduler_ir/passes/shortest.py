@@ -1,0 +1,153 @@
+"""Serves first what takes the least time, while nobody waits longer than some would in order of arrival."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+
+from sagellm.core.plugins.options import Limits
+from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulePlan, SchedulerPassProtocol
+from sagellm.kvmgr.scheduler_ir.passes.estimates import decode_ns, prefill_ns, remaining_output
+from sagellm.kvmgr.scheduler_ir.passes.known_hits import KnownHits
+from sagellm.kvmgr.scheduler_ir.passes.ordering import (
+    by,
+    may_lack_blocks,
+    order_pending,
+    order_running,
+    starved_first,
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from sagellm.core.protocols.request_rows import RequestRows
+
+    Floats = npt.NDArray[np.float64]
+    Places = npt.NDArray[np.intp]
+
+_RATE_S = 30.0
+"""Time constant of the rate of admission, in seconds in which prompts wait or are computed."""
+
+_FIRST_S = 5.0
+"""Such seconds for which the rate counts as 1 before it was measured."""
+
+_LONGEST_S = 60.0
+"""Time constant with which the longest wait is forgotten."""
+
+
+@dataclass(slots=True)
+class _Queue:
+    """How long the queue is: the work of the waiting requests ÷ the rate at which work is admitted.
+
+    A request that arrives now would wait so long in order of arrival. It hardly depends on the order in which
+    the work is done, so it can be measured while that is another one.
+    """
+
+    hits: KnownHits = field(default_factory=KnownHits)
+    now: float = 0.0
+    work_s: Floats | None = None  # of the waiting rows of this step: what they take alone
+    is_busy: bool = False  # since the last step prompts wait or are computed
+    admitted_s: float = _FIRST_S  # work, in the last busy seconds, which are …
+    busy_s: float = _FIRST_S
+    longest_s: float = 0.0  # wait in order of arrival, lately
+
+    def advance(self, now: float) -> None:
+        """Begin a step."""
+        passed_s = max(now - self.now, 0.0)
+        self.now, self.work_s = now, None
+        self.longest_s *= math.exp(-passed_s / _LONGEST_S)
+        if self.is_busy:
+            decay = math.exp(-passed_s / _RATE_S)
+            self.admitted_s *= decay
+            self.busy_s = self.busy_s * decay + passed_s
+
+    def waits_s(self, work_s: Floats) -> Floats:
+        """Return how long the queue takes for each part of its work: (rows,)."""
+        self.work_s = work_s
+        waits_s = work_s * max(self.busy_s / max(self.admitted_s, 1e-9), 1.0)  # no faster than alone
+        self.longest_s = max(self.longest_s, float(waits_s.sum()))
+        return waits_s
+
+
+@dataclass(frozen=True)
+class ShortestFirstPass(SchedulerPassProtocol):
+    """Admits first what takes the least time; where outputs are predicted, preempts last what does.
+
+    That is the time of its uncached prompt and of its predicted output, by the fitted cost of steps; in
+    tokens while that is unknown. Predictions count from `min_confidence` on. Other requests count with the
+    mean of those that do, and if there are none, all count with their prompts alone. A step looks up at most
+    `max_probes` requests in the prefix cache.
+
+    A request overtakes older ones only while each of them can still start within `patience` × the longest
+    time that requests of the last minute would have waited in order of arrival. With about 1, nobody waits
+    longer than some would in that order; more gains more for short requests, and costs long ones more.
+    Priorities go before this order, but of the requests that have waited `starvation_s`, the oldest goes
+    before all others.
+    """
+
+    name = "shortest"
+    min_confidence: Annotated[float, Limits(ge=0, le=1)] = 0.6
+    patience: Annotated[float, Limits(gt=0)] = 0.9
+    starvation_s: Annotated[float, Limits(gt=0)] = 300.0
+    max_probes: Annotated[int, Limits(ge=1, le=1 << 20)] = 32
+
+    def start(self) -> _Queue:
+        """Return an empty queue."""
+        return _Queue()
+
+    def run(self, ir: ScheduleIR) -> ScheduleIR:
+        """Order both parts, if that can matter. O((waiting + running) · log)."""
+        queue: _Queue = ir.state
+        queue.advance(ir.now)
+        if ir.can_admit and len(ir.pending):
+            cached = queue.hits.update(
+                ir, self.max_probes, lambda rows: [hit.num_tokens for hit in ir.hits(rows)]
+            )
+            order = self._admission(ir, cached)
+            ir = order_pending(ir, self._by_priority(ir, ir.pending, order))
+        if may_lack_blocks(ir) and remaining_output(ir.running, self.min_confidence).any():
+            remaining = self._remaining(ir, ir.running, ir.running.num_computed_tokens)
+            order = starved_first(ir.running, by(remaining, ir.preemption), ir.now - self.starvation_s)
+            ir = order_running(ir, self._by_priority(ir, ir.running, order))
+        return ir
+
+    def observe(self, plan: SchedulePlan, state: _Queue) -> None:
+        """Count the work that is admitted."""
+        if state.work_s is not None and plan.admitted:
+            state.admitted_s += float(state.work_s[[entry.row for entry in plan.admitted]].sum())
+        state.is_busy = bool(plan.num_deferred or plan.admitted or plan.running.num_prefills)
+
+    def _admission(self, ir: ScheduleIR, cached: npt.NDArray[np.int32]) -> Places:
+        queue, rows = ir.state, ir.pending
+        remaining, by_age = self._remaining(ir, rows, cached), by(rows.arrived_time, ir.admission)
+        if ir.cost is None:  # the engine's first steps
+            return by(remaining, by_age)
+        # Prompts alone: they are known, and what they take is admitted at a rate of its own in any load.
+        prompts_s = prefill_ns(ir.cost, cached, np.maximum(rows.num_tokens - cached, 1)) / 1e9
+        waits_s = queue.waits_s(prompts_s)[by_age]
+        latest_s = rows.arrived_time[by_age] + self.patience * queue.longest_s
+        slack_s = latest_s - ir.now - (np.cumsum(waits_s) - waits_s)
+        overtakes = np.ones(len(by_age), np.bool_)
+        overtakes[1:] = waits_s[1:] <= np.minimum.accumulate(slack_s)[:-1]
+        return np.concatenate((by(remaining, by_age[overtakes]), by_age[~overtakes]))
+
+    def _by_priority(self, ir: ScheduleIR, rows: RequestRows, order: Places) -> Places:
+        if rows.priority.min() != rows.priority.max():
+            order = by(-rows.priority, order)
+        oldest = int(rows.arrived_time.argmin())
+        if ir.now - float(rows.arrived_time[oldest]) <= self.starvation_s:
+            return order
+        return np.concatenate(([oldest], order[order != oldest]))
+
+    def _remaining(self, ir: ScheduleIR, rows: RequestRows, starts: npt.NDArray[np.int32]) -> Floats:
+        """Return what each request still takes: nanoseconds, or tokens if the cost is unknown."""
+        output = remaining_output(rows, self.min_confidence)
+        uncomputed: npt.NDArray[np.int32] = np.maximum(rows.num_tokens - starts, 0)
+        if ir.cost is None:
+            return uncomputed.astype(np.float64) + output
+        contexts = rows.num_tokens + (output / 2).astype(np.int64)
+        decodes = output * decode_ns(ir.cost, contexts, len(ir.running) + 1)
+        return prefill_ns(ir.cost, starts, uncomputed) + decodes
