@@ -184,7 +184,7 @@ def seen_by_scheduler_and_predictor(monkeypatch, play):
         return schedule(self, **given)
 
     def asked(self, request):
-        seen.append(request)
+        seen.append(replace(request, arrival_ns=0))
         return predict(self, request)
 
     with monkeypatch.context() as patch:

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass as ChunkedPrefillPass
     from sagellm.kvmgr.scheduler_ir.passes.deadline import DeadlinePass as DeadlinePass
     from sagellm.kvmgr.scheduler_ir.passes.fair_share import FairSharePass as FairSharePass
-    from sagellm.kvmgr.scheduler_ir.passes.lifetime import LifetimeAwarePass as LifetimeAwarePass
     from sagellm.kvmgr.scheduler_ir.passes.memory_aware import (
         MemoryAwarePreemptionPass as MemoryAwarePreemptionPass,
     )
