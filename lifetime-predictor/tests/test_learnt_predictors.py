@@ -11,6 +11,8 @@ from sagellm.core import ConfigError, PredictionRequest
 
 torch = pytest.importorskip("torch")
 
+from safetensors.numpy import save_file  # noqa: E402
+
 from sagellm.core.protocols.prefix_cache import PrefixAnswers  # noqa: E402
 from sagellm.kvmgr.lifetime import LSTMLifetimePredictor, TransformerLifetimePredictor  # noqa: E402
 from sagellm.kvmgr.lifetime.features import features_of  # noqa: E402
@@ -104,8 +106,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     path.write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match="no weights of a predictor"):
         LSTMLifetimePredictor(weights=str(path))
-    with path.open("wb") as file:
-        np.savez(file, head=np.frombuffer(b'{"format": "something else"}', np.uint8))
+    save_file({"x": np.zeros(1)}, path, {"format": "something else"})
     with pytest.raises(ConfigError, match="not written by"):
         LSTMLifetimePredictor(weights=str(path))
     network = untrained("transformer")[1]

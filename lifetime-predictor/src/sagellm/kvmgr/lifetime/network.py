@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from sagellm.core import ConfigError
 from sagellm.kvmgr.lifetime.features import MAX_LEVELS, MAX_TEXT, NUM_OF_LEVEL, Features
@@ -110,30 +110,27 @@ def _gelu(values: Array) -> Array:
 
 
 def save_network(network: Network, path: Path) -> None:
-    """Write a network's weights."""
-    head = np.frombuffer(json.dumps({"format": FORMAT, "kind": network.kind}).encode(), np.uint8)
-    arrays: dict[str, Any] = {"head": head, **network.weights}
-    with path.open("wb") as file:
-        np.savez_compressed(file, **arrays)
+    """Write a network's weights, as safetensors."""
+    save_file(network.weights, path, {"format": FORMAT, "kind": network.kind})
 
 
 def load_network(kind: str, path: str) -> Network:
     """Read what `sage llm predictor train` wrote. Raises ConfigError for anything else."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            found: dict[str, Any] = {name: file[name] for name in file.files}
-        head = json.loads(found.pop("head").tobytes())
+        with safe_open(path, framework="np") as file:
+            head = file.metadata() or {}
+            weights: dict[str, Array] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise ConfigError(
             f"there is no file {path!r} with a predictor's weights; `sage llm predictor train` writes one"
         ) from error
-    except Exception as error:
+    except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path!r} has no weights of a predictor: {error}") from error
     if head.get("format") != FORMAT:
         raise ConfigError(f"{path!r} was not written by `sage llm predictor train`, or by another version")
     if head.get("kind") != kind:
         raise ConfigError(f"{path!r} has the weights of the predictor {head.get('kind')}, not of {kind}")
-    network = Network(kind, found)
+    network = Network(kind, weights)
     try:
         network.density(_SAMPLE)
     except (KeyError, ValueError, IndexError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ class Batch(NamedTuple):
         return Batch(*(each[index] for each in self))
 
 
-class TorchNetwork(nn.Module):
+class TorchNetwork(nn.Module, ABC):
     """What `network` computes, for training: the names of its weights are theirs."""
 
     def __init__(self) -> None:
@@ -80,9 +81,9 @@ class TorchNetwork(nn.Module):
         logits: Tensor = self.head(torch.cat((self.known(batch.known), read), 1))
         return logits
 
+    @abstractmethod
     def read(self, words: Tensor, is_there: Tensor, num_words: Tensor) -> Tensor:
         """Return (requests, width) of the words (requests, n, width)."""
-        raise NotImplementedError
 
 
 class LSTM(TorchNetwork):
