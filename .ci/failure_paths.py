@@ -340,11 +340,15 @@ def scheduler_ir() -> None:
 
 def lifetime_predictor() -> None:
     """What is told is impossible; options are wrong."""
-    from sagellm.kvmgr.lifetime import StatisticalLifetimePredictor
+    from sagellm.core import PredictionRequest
+    from sagellm.kvmgr.lifetime import StatisticalLifetimePredictor, TransformerLifetimePredictor
 
     update = StatisticalLifetimePredictor().update
     expect(InvalidInputError, "actual_length", update, sequence_id="a", actual_length=-1, actual_time=1.0)
-    expect(ConfigError, "window", StatisticalLifetimePredictor, window=0)
+    expect(ConfigError, "max_sequences", StatisticalLifetimePredictor, max_sequences=0)
+    examples = [(PredictionRequest(sequence_id="a", token_ids=[1]), 5)]
+    expect(ConfigError, "torch", TransformerLifetimePredictor.train, examples, Path("weights"))
+    expect(ConfigError, "no file", TransformerLifetimePredictor, weights="absent")
 
 
 def accel() -> None:

@@ -22,6 +22,7 @@ PACKAGES = [each if isinstance(each, str) else each["path"] for each in HATCH["w
 
 GUARDS = {
     "kv-pool": {"sagellm.kvmgr.kv_pool.tiers.backends": "HBMBackend"},
+    "lifetime-predictor": {"sagellm.kvmgr.lifetime.learnt": "except ImportError: it asks for the extra"},
     "accel": {"sagellm.accel.cuda.backend": "check_machine"},
     "engines": {
         "sagellm.engines.grammar.binding": "the provider, before anything is compiled",

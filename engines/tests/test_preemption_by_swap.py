@@ -123,8 +123,8 @@ def test_passes_are_told_what_is_left_of_a_predicted_output(make_engine):
         assert rows.predicted_remaining_tokens[0] == rows[0].predicted_remaining_tokens
         left.append(rows[0].predicted_remaining_tokens)
         engine.step()
-    assert left[:3] == [9, 8, 7]
-    assert left[-1] == 1
+    assert left[:9] == [9, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert left[-1] == GREEDY.max_tokens - 12  # asked once more, as it is longer: nothing is known
 
 
 def test_a_finished_status_is_known_by_its_name() -> None:

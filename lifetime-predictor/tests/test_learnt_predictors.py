@@ -95,8 +95,8 @@ def test_numpy_computes_what_torch_computes(kind):
 
 
 def test_too_few_requests_teach_nothing():
-    with pytest.raises(ConfigError, match="99 requests"):
-        train("lstm", [(features_of(each), length) for each, length in made(99)])
+    with pytest.raises(ConfigError, match="49 requests"):
+        train("lstm", [(features_of(each), length) for each, length in made(49)])
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path):

@@ -112,8 +112,8 @@ def test_the_figures_are_those_that_are_defined():
 
 
 def test_too_short_traces_are_refused():
-    with pytest.raises(ConfigError, match="has 99 requests; at least 100"):
-        controls(traffic(99))
+    with pytest.raises(ConfigError, match="has 19 requests; at least 20"):
+        controls(traffic(19))
     with pytest.raises(ConfigError, match="no request"):
         figures_of("x", [])
 

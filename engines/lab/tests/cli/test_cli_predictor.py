@@ -57,4 +57,4 @@ def test_bad_traces_are_named(sage, tmp_path):
     short = tmp_path / "short.csv"
     short.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n")
     found = sage("llm", "predictor", "score", str(short))
-    assert (found.code, "at least 100 are needed" in found.err) == (2, True), found.err
+    assert (found.code, "at least 20 are needed" in found.err) == (2, True), found.err

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
         LSTMLifetimePredictor as LSTMLifetimePredictor,
         TransformerLifetimePredictor as TransformerLifetimePredictor,
     )
-    from sagellm.kvmgr.lifetime.online import OnlineLifetimePredictor as OnlineLifetimePredictor
-    from sagellm.kvmgr.lifetime.ranker import RankingLifetimePredictor as RankingLifetimePredictor
-    from sagellm.kvmgr.lifetime.statistical import (
+    from sagellm.kvmgr.lifetime.mixture import (
         StatisticalLifetimePredictor as StatisticalLifetimePredictor,
     )
+    from sagellm.kvmgr.lifetime.online import OnlineLifetimePredictor as OnlineLifetimePredictor
+    from sagellm.kvmgr.lifetime.ranker import RankingLifetimePredictor as RankingLifetimePredictor
 
 __version__ = "0.2.0"
 
@@ -27,10 +27,10 @@ _NAMES = {
     "sagellm.core.protocols.lifetime": """
         LifetimeMetrics LifetimePrediction LifetimePredictorProtocol PredictionRequest
     """,
+    ".mixture": "StatisticalLifetimePredictor",
     ".learnt": "LSTMLifetimePredictor TransformerLifetimePredictor",
     ".online": "OnlineLifetimePredictor",
     ".ranker": "RankingLifetimePredictor",
-    ".statistical": "StatisticalLifetimePredictor",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 

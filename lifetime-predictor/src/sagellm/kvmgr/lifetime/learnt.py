@@ -11,8 +11,7 @@ from sagellm.kvmgr.lifetime.features import features_of
 from sagellm.kvmgr.lifetime.lengths import Floats
 from sagellm.kvmgr.lifetime.mixture import MixturePredictor
 from sagellm.kvmgr.lifetime.network import Network, load_network, save_network
-from sagellm.kvmgr.lifetime.sources import Asked, Everything, Source
-from sagellm.kvmgr.lifetime.statistical import statistical_sources
+from sagellm.kvmgr.lifetime.sources import Asked, Everything, Source, statistical_sources
 
 _logger = get_logger(__name__)
 
@@ -68,7 +67,7 @@ class LearntPredictor(MixturePredictor):
         seed: int = 0,
         tell: Callable[[TrainingEpoch], None] = lambda epoch: None,
     ) -> None:
-        """Train the network. Raises ConfigError for fewer than 100 examples, and without torch."""
+        """Train the network. Raises ConfigError for fewer than 50 examples, and without torch."""
         try:
             from sagellm.kvmgr.lifetime.training import train
         except ImportError as error:

@@ -31,7 +31,7 @@ from sagellm.kvmgr.lifetime.lengths import (
     quantiles,
     share_below,
 )
-from sagellm.kvmgr.lifetime.sources import Asked, Everything, Source
+from sagellm.kvmgr.lifetime.sources import Asked, Everything, Source, statistical_sources
 
 _logger = get_logger(__name__)
 
@@ -250,6 +250,21 @@ class MixturePredictor(LifetimePredictorProtocol):
             ": nothing that is known of requests tells their output lengths" if is_worse else "",
         )
         self._is_worse_than_median = is_worse
+
+
+class StatisticalLifetimePredictor(MixturePredictor):
+    """Mixes the lengths of earlier outputs: to the same prefix, of the same prompt length, client, and all.
+
+    What the prefix cache knows of answers to the same beginning counts most, where it knows any. Prompts
+    are of one length within a quarter of an octave (256 … 319 tokens, say), and again within a 32nd; a client
+    is a tenant with a limit.
+
+    `predict` costs some 0.2 ms, a batch of 256 running sequences 10 µs each.
+    """
+
+    def __init__(self, *, max_sequences: int = 16_384) -> None:
+        super().__init__(Everything(0.9995), statistical_sources(), max_sequences=max_sequences)
+        _logger.info("output lengths are predicted from those of earlier requests")
 
 
 _NOBODY = Asked(PredictionRequest(sequence_id="", token_ids=()), np.zeros(NUM_BINS))

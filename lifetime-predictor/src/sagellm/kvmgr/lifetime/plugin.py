@@ -11,31 +11,31 @@ def sagellm_providers() -> list[Provider]:
         Provider(
             kind,
             "statistical",
-            f"{package}.statistical:StatisticalLifetimePredictor",
-            "outputs to the same prefix, of the same prompt length, client, and all, by what has been right",
+            f"{package}.mixture:StatisticalLifetimePredictor",
+            "lengths of answers to the same prefix, prompt length and client",
         ),
         Provider(
             kind,
             "lstm",
             f"{package}.learnt:LSTMLifetimePredictor",
-            "statistical, and an LSTM that `sage llm predictor train` trains on a trace",
+            "statistical, and an LSTM trained on recorded traffic",
         ),
         Provider(
             kind,
             "transformer",
             f"{package}.learnt:TransformerLifetimePredictor",
-            "statistical, and a transformer that `sage llm predictor train` trains on a trace",
+            "statistical, and a transformer trained on recorded traffic",
         ),
         Provider(
             kind,
             "ranker",
             f"{package}.ranker:RankingLifetimePredictor",
-            "statistical, and the order of outputs as learnt from words while serving",
+            "statistical, and the order of outputs, learnt from words while serving",
         ),
         Provider(
             kind,
             "online",
             f"{package}.online:OnlineLifetimePredictor",
-            "another predictor, corrected by its latest errors; forgets when lengths change",
+            "another predictor, corrected by its latest errors",
         ),
     ]

@@ -12,8 +12,7 @@ from sagellm.core import PredictionRequest, get_logger
 from sagellm.kvmgr.lifetime.features import MAX_LEVELS, NUM_NUMBERS, NUM_OF_LEVEL, NUM_WORDS, features_of
 from sagellm.kvmgr.lifetime.lengths import Floats
 from sagellm.kvmgr.lifetime.mixture import MixturePredictor
-from sagellm.kvmgr.lifetime.sources import Everything, Guess
-from sagellm.kvmgr.lifetime.statistical import statistical_sources
+from sagellm.kvmgr.lifetime.sources import Everything, Guess, statistical_sources
 
 _logger = get_logger(__name__)
 

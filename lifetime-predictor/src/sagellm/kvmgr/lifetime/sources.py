@@ -127,6 +127,25 @@ class Guess(Source):
             self._errors[group].add(NUM_BINS + place - guessed)
 
 
+def statistical_sources() -> list[Source]:
+    """Return everything but all outputs together."""
+    return [
+        Group("prompt", _octave_part, 0.998),
+        Group("near prompt", lambda request: bucket_of(len(request.token_ids), 32), 0.995),
+        Group("client", _client, 0.998),
+        Group("client and prompt", lambda request: (*_client(request), _octave_part(request)), 0.998),
+        *prefix_guesses(),
+    ]
+
+
+def _octave_part(request: PredictionRequest) -> int:
+    return bucket_of(len(request.token_ids), 4)
+
+
+def _client(request: PredictionRequest) -> tuple[str, int]:
+    return request.tenant, request.max_length
+
+
 def prefix_guesses() -> list[Source]:
     """Return what answers to the longest known prefix say, and those to the next shorter one."""
     return [

@@ -25,7 +25,7 @@ from sagellm.kvmgr.lifetime.features import (
 from sagellm.kvmgr.lifetime.lengths import NUM_BINS, bin_of, lengths_at, quantiles
 from sagellm.kvmgr.lifetime.network import NUM_HEADS, NUM_LAYERS, WIDTH, Network
 
-_MIN_EXAMPLES = 100
+_MIN_EXAMPLES = 50
 _SOFTNESS = 2.0  # bins: nearly right is nearly as good
 
 
@@ -153,7 +153,7 @@ def train(  # noqa: PLR0913  (what one varies)
     """Train a network on the examples, which are in order of time, and return its best epoch and all losses.
 
     The last `held_back` of the examples are not trained on: they choose the epoch. Raises ConfigError for
-    fewer than 100 examples. Equal calls give equal networks on one machine.
+    fewer than 50 examples. Equal calls give equal networks on one machine.
     """
     if len(examples) < _MIN_EXAMPLES:
         raise ConfigError(f"{len(examples)} requests teach nothing; at least {_MIN_EXAMPLES} are needed")

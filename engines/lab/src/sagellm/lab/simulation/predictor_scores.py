@@ -16,6 +16,7 @@ from sagellm.lab.simulation.predictions import Question, predictions, questions
 SPLIT = 0.7
 """Share of a trace, by arrival, that predictors may learn from before they are scored."""
 
+_MIN_REQUESTS = 20
 _TRUSTED = 0.8
 _NUM_PEERS = 64
 _TENTHS = 10
@@ -54,9 +55,9 @@ class Answer:
 
 def split_of(requests: Sequence[TraceRequest]) -> int:
     """Return the index of the first request that is scored. Raises ConfigError if there are too few."""
-    if len(requests) < 100:
+    if len(requests) < _MIN_REQUESTS:
         raise ConfigError(
-            f"the trace has {len(requests)} requests; at least 100 are needed to score predictors"
+            f"the trace has {len(requests)} requests; at least {_MIN_REQUESTS} are needed to score predictors"
         )
     return int(SPLIT * len(requests))
 
