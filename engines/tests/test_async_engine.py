@@ -25,6 +25,7 @@ def run(main):
 
 
 async def idle(engine: AsyncLLMEngine) -> None:
+    await asyncio.wrap_future(engine._submit(lambda: None))  # what is being added has been added
     await wait_until_async(lambda: not engine.engine.has_unfinished_requests(), "the engine is still busy")
 
 
