@@ -29,8 +29,8 @@ from sagellm.engines.requests.queued_request import QueuedSequence
 from sagellm.engines.sampling.params import SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE = 40, 16
-MAX_FILES, MAX_FUNCTIONS, MAX_CALLS = 12, 46, 54
-MAX_FUNCTIONS_OF_A_HIT = 59
+MAX_FILES, MAX_FUNCTIONS, MAX_CALLS = 12, 47, 54
+MAX_FUNCTIONS_OF_A_HIT = 60
 """Without those of the eviction policy, which learns from a hit."""
 
 

@@ -61,6 +61,12 @@ class Sequence:
     seed: int
     stop_token_ids: frozenset[int]  # EOS included unless the request ignores it
     key: int = field(init=False)  # hash_of(sequence_id)
+    max_output_tokens: int = field(init=False)
+    """Tokens at which its output ends.
+
+    Schedulers and predictors are told `request.max_tokens`. That is the same but in a replay, whose requests
+    all state one limit.
+    """
     seat: Seat | None = None
     seats: Seats | None = None  # set while it has a seat
     waiting_ids: TokenIds = EMPTY
@@ -81,6 +87,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.key = hash_of(self.sequence_id)
+        own, stated = self.params.max_tokens, self.request.max_tokens
+        self.max_output_tokens = stated if own is None else min(own, stated)
 
     @classmethod
     def of(cls, given: EngineSequence) -> Self:
@@ -99,16 +107,6 @@ class Sequence:
         """Have the output match this; its masks see to `min_tokens`, and no worker reads the text."""
         self.grammar = grammar
         self.params = replace(self.params, structured_outputs=None, min_tokens=0)
-
-    @property
-    def max_output_tokens(self) -> int:
-        """Tokens at which its output ends.
-
-        Schedulers and predictors are told `request.max_tokens`. That is the same but in a replay, whose
-        requests all state one limit.
-        """
-        own = self.params.max_tokens
-        return self.request.max_tokens if own is None else min(own, self.request.max_tokens)
 
     @property
     def num_tokens(self) -> int:

@@ -49,7 +49,7 @@ class _Known:
     node: CachedNode
     above: _Known | None = field(repr=False)
     turn: Turn | None = None  # the newest one whose path it is on
-    ranked: Turn | None = None  # the one that it was last ranked by
+    ranked: Turn | None = None  # the one that it is ranked by while it is a candidate
 
     def give(self, turn: Turn | None) -> None:
         """Let it belong to a turn."""
@@ -132,8 +132,8 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         known = self._known.get(node.node_id)
         if num_more < 0:
             self._num_evicted[self._duel.is_won] -= num_more
-            is_ranked = node.node_id in self._ranking
-            if is_ranked and known is not None and known.ranked is not self._end_turn(known):
+            ranked = None if known is None else known.ranked
+            if known is not None and ranked is not None and ranked is not self._end_of(known)[0]:
                 self.add_candidate(node)
         elif known is not None and known.turn is not None and not known.turn.is_shared:
             self._lengthen(known, known.turn)
@@ -178,13 +178,16 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
                 turn = self._next_turn(node, turn, node.depth, now_s)
                 self._assign(known, turn, path)
                 self._duel.use(path, turn, depth, depth, self._room, now_s)
-            known.ranked = turn = self._end_turn(known) or turn
+            known.ranked = turn = self._end_of(known)[0] or turn
             place = turn.place(self._rank(node, turn))
         self._ranking.add(node.node_id, node, place, now_s)
         self._by_use.add(node)
 
     def remove_candidate(self, node: CachedNode) -> None:
         """Remove it from the ranking."""
+        known = self._known.get(node.node_id)
+        if known is not None:
+            known.ranked = None
         self._ranking.discard(node.node_id)
         self._by_use.discard(node)
 
@@ -217,11 +220,11 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         one, if such blocks do not come back.
         """
         known = self._known.get(node.node_id)
-        turn = None if known is None else self._end_turn(known)
+        turn, num_blocks = (None, 0) if known is None else self._end_of(known)
         if turn is None or not self._duel.is_won:
             return num_wanted
         if self._rank(node, turn) != END:
-            return min(num_wanted, self._num_end_blocks(node))
+            return min(num_wanted, num_blocks)
         turn.is_cut = True
         self.add_candidate(node)
         return 1
@@ -260,27 +263,22 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         is_end = turn.leaf_id == node.node_id and not turn.is_cut and node.num_blocks > 1
         return END if is_end and self._gives_up_ends else LIVE
 
-    def _end_of(self, known: _Known) -> Stretch | None:
-        """Return the stretch with a node's last block; a node that was evicted and is back has several."""
-        step = None if known.turn is None else known.turn.stretch
-        first = known.node.depth - self._block
-        while step is not None and step.start * self._block > first:
+    def _end_of(self, known: _Known) -> tuple[Turn | None, int]:
+        """Return the newest turn that used a node's last block, and the node's blocks in the same stretch.
+
+        A node that was evicted and is back has several stretches.
+        """
+        node, turn, block = known.node, known.turn, self._block
+        step = None if turn is None else turn.stretch
+        while step is not None and step.start * block > node.depth - block:
             step = step.parent
-        return step
-
-    def _end_turn(self, known: _Known) -> Turn | None:
-        """Return the newest turn that used a node's last block."""
-        end = self._end_of(known)
-        return known.turn if end is None else end.turn
-
-    def _num_end_blocks(self, node: CachedNode) -> int:
-        """Count a node's blocks in the stretch that ends it."""
-        known = self._known.get(node.node_id)
-        end = None if known is None else self._end_of(known)
-        return node.num_blocks if end is None else min(node.num_blocks, node.depth // self._block - end.start)
+        if step is None:
+            return turn, node.num_blocks
+        return step.turn, min(node.num_blocks, node.depth // block - step.start)
 
     def _is_in_one(self, node: CachedNode) -> bool:
-        return self._num_end_blocks(node) == node.num_blocks
+        known = self._known.get(node.node_id)
+        return known is None or self._end_of(known)[1] == node.num_blocks
 
     @property
     def _gives_up_ends(self) -> bool:

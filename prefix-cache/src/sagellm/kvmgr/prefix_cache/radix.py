@@ -327,7 +327,7 @@ class RadixPrefixCache(PrefixCacheProtocol):
                 diverges_at += agreed.num_tokens if agreed else 0
             ghosts = NO_GHOSTS
             if len(data) - position >= size:
-                key = tree.key_at(node, match.namespace, position)
+                key = hash(match.namespace) if node is None else tree.key_at(node, position)
                 ghosts = tree.ghosts.find_run(key, data, position, size)
             now_ns = self._clock.now_ns()
         miss = Miss(match.namespace, now_ns, position, match_length, diverges_at, ghosts)

@@ -217,7 +217,7 @@ class RadixTree:
             end = num_bytes // TOKEN_BYTES
             found = [(min(step.depth, end), step.answers) for step in reversed(node.path())]
         if self.ghosts.max_blocks and len(data) - num_bytes >= self.block_bytes:
-            key = self.key_at(node, namespace, num_bytes)
+            key = hash(namespace) if node is None or not num_bytes else self.key_at(node, num_bytes)
             ghosts = self.ghosts.answers(key, data, num_bytes, self.block_bytes)
             found += [(at // TOKEN_BYTES, answers) for at, answers in ghosts]
         return found
@@ -301,10 +301,8 @@ class RadixTree:
         if isinstance(policy, LeafLRU):
             assert policy.candidates() == found.leaves, "the order of leaves differs from the tree"
 
-    def key_at(self, node: PrefixNode | None, namespace: Namespace, num_bytes: int) -> int:
+    def key_at(self, node: PrefixNode, num_bytes: int) -> int:
         """Return the key of the block that ends behind so many bytes, inside or at the end of a node."""
-        if node is None or not num_bytes:
-            return hash(namespace)
         return keys_of(node, self.block_bytes)[(num_bytes - node.start * TOKEN_BYTES) // self.block_bytes - 1]
 
     def _unlocked_leaves(self) -> list[PrefixNode]:
