@@ -614,7 +614,7 @@ def a_lost_block_skipped() -> None:
 @bug(
     "A fetch begins before the copies that wait for a step, one of which may read its blocks.",
     caught_by="engines/tests/test_token_exact_tiers.py"
-    "::test_fetches_for_those_that_wait_leave_the_first_its_blocks[0]",
+    "::test_fetches_for_those_that_wait_leave_the_first_its_blocks[none-0]",
 )
 def a_fetch_before_the_copies() -> None:
     from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager

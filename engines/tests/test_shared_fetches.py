@@ -28,7 +28,11 @@ def engine(make_engine, tmp_path, request):
     """An engine whose prompts are all in its tier and nowhere else."""
     tiers = {"host": "64MiB", "file": {"max_bytes": "64MiB", "folder": str(tmp_path)}}
     engine = make_engine(
-        block_size=8, num_blocks=60, kv_tiers={request.param: tiers[request.param]}, kv_fetch="always"
+        block_size=8,
+        num_blocks=60,
+        kv_tiers={request.param: tiers[request.param]},
+        kv_fetch="always",
+        scheduler_passes="order=none",  # what arrives first is fetched first, however long it is
     )
     engine.generate(LONG, GREEDY)
     core = engine.client.core

@@ -78,10 +78,13 @@ def test_late_answers_cost_no_cached_block(make_engine, expected, all_blocks_are
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("first", ["none", "shortest"])
 def test_fetches_for_those_that_wait_leave_the_first_its_blocks(
-    make_engine, expected, all_blocks_are_back, seed
+    make_engine, expected, all_blocks_are_back, first, seed
 ):
-    engine = make(make_engine, {"host": "64MiB"}, num_blocks=26, max_num_seqs=4)
+    engine = make(
+        make_engine, {"host": "64MiB"}, num_blocks=26, max_num_seqs=4, scheduler_passes=f"order={first}"
+    )
     core, chance = engine.client.core, random.Random(seed)
     core.kv.offload.tiers = LateKVTier(core.kv.offload.tiers, random.Random(seed))
     for turn in range(6):

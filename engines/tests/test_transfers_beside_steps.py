@@ -19,6 +19,7 @@ def answers(executor, monkeypatch):
         executor=executor,
         kv_tiers={"host": "64MiB"},
         kv_fetch="always",
+        scheduler_passes="order=none",  # else equal prompts run together, and none is evicted between
     ) as engine:
         steps, backend = engine.client.core.steps, engine.client.core.runner.backend
         read = backend.read_blocks
