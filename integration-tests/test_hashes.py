@@ -26,6 +26,7 @@ IN_MEMORY_ONLY = {
     "core-protocols/src/sagellm/core/tokens.py",  # TokenIds.__hash__
     "engines/lab/src/sagellm/lab/simulation/contents.py",  # numbers contents within one replay
     "prefix-cache/src/sagellm/kvmgr/prefix_cache/node.py",  # keys of ghosts
+    "prefix-cache/src/sagellm/kvmgr/prefix_cache/radix.py",
     "prefix-cache/src/sagellm/kvmgr/prefix_cache/ghosts.py",
     "prefix-cache/src/sagellm/kvmgr/prefix_cache/tree.py",
 }
