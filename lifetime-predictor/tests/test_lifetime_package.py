@@ -17,7 +17,5 @@ def test_the_names_are_those_that_are_documented() -> None:
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_a_provider_keeps_its_kinds_protocol(name: str) -> None:
     assert PROVIDERS[name].kind == "lifetime_predictor"
-    if name in ("lstm", "transformer"):
-        pytest.importorskip("torch")
     module, _, target = PROVIDERS[name].target.partition(":")
     assert isinstance(getattr(import_module(module), target)(), LifetimePredictorProtocol)

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import random
 
 import pytest
 
-TEMPLATES = Path(__file__).parents[4] / "benchmarks" / "traces" / "embedded_templates.jsonl.xz"
+from sagellm.core import TraceRequest, pack
+from sagellm.lab.traces import write_trace
 
 
-def test_predictors_are_scored_beside_controls(sage, tmp_path):
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """A trace of 600 requests, one of whose words tells how long the answer is."""
+    rng, requests = random.Random(0), []
+    for index in range(600):
+        number = rng.randrange(1, 5)
+        tokens = [5, 6, 1000 + number, *(rng.randrange(100, 150) for _ in range(rng.randrange(2, 8)))]
+        requests.append(TraceRequest(0.5 * index, len(tokens), 5 * 3**number, token_ids=pack(tokens)))
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl.xz"
+    write_trace(path, requests)
+    return str(path)
+
+
+def test_predictors_are_scored_beside_controls(sage, trace, tmp_path):
     plot = tmp_path / "scores.svg"
     found = sage(
-        *("llm", "predictor", "score", str(TEMPLATES), "--predictor", "statistical"),
+        *("llm", "predictor", "score", trace, "--predictor", "statistical"),
         *("--predictor", "online{base=ranker}", "--plot", str(plot), "--json"),
     )
     assert found.code == 0, found.err
@@ -22,31 +36,29 @@ def test_predictors_are_scored_beside_controls(sage, tmp_path):
         *("constant median", "median by prompt length", "best constant in hindsight"),
         *("statistical", "online{base=ranker}"),
     ]
-    assert by_name["statistical"]["mae_tokens"] < 0.5 * by_name["constant median"]["mae_tokens"]
+    ranker, constant = by_name["online{base=ranker}"], by_name["constant median"]
+    assert ranker["mae_tokens"] < 0.8 * constant["mae_tokens"]
     assert b"<svg" in plot.read_bytes()[:500]
 
 
 @pytest.mark.full
-def test_a_trained_predictor_is_kept_in_a_file_and_serves(sage, tmp_path):
+def test_a_trained_predictor_is_kept_in_a_file_and_serves(sage, trace, tmp_path):
     weights, plot = tmp_path / "weights", tmp_path / "losses.png"
-    trained = sage(
-        *("llm", "predictor", "train", str(TEMPLATES), str(weights), "--epochs", "8", "--plot", str(plot))
-    )
+    trained = sage(*("llm", "predictor", "train", trace, str(weights), "--epochs", "60", "--plot", str(plot)))
     assert trained.code == 0, trained.err
     assert "epochs: mean error" in trained.out
     assert plot.stat().st_size > 1000
-    again = sage("llm", "predictor", "train", str(TEMPLATES), str(weights), "--epochs", "8")
+    again = sage("llm", "predictor", "train", trace, str(weights), "--epochs", "60")
     assert (again.code, "--overwrite" in again.err) == (2, True), again.err
     name = f"transformer{{weights={weights}}}"
-    scored = sage("llm", "predictor", "score", str(TEMPLATES), "--predictor", name, "--json")
-    (found,) = [each for each in json.loads(scored.out)["predictors"] if each["name"].startswith("transf")]
-    assert found["mae_tokens"] < 5
+    scored = sage("llm", "predictor", "score", trace, "--predictor", name, "--json")
+    constant, *_, found = json.loads(scored.out)["predictors"]
+    assert found["name"].startswith("transformer")
+    assert found["mae_tokens"] < 0.8 * constant["mae_tokens"]
 
 
-def test_what_learns_while_it_serves_is_not_trained(sage, tmp_path):
-    found = sage(
-        "llm", "predictor", "train", str(TEMPLATES), str(tmp_path / "w"), "--predictor", "statistical"
-    )
+def test_what_learns_while_it_serves_is_not_trained(sage, trace, tmp_path):
+    found = sage("llm", "predictor", "train", trace, str(tmp_path / "w"), "--predictor", "statistical")
     assert (found.code, "learns while it serves" in found.err) == (2, True), found.err
     assert list(tmp_path.iterdir()) == []
 
