@@ -66,7 +66,7 @@ def _level(found: PrefixAnswers, num_tokens: int, now_ns: int) -> list[float]:
 
 
 def _text(request: PredictionRequest) -> npt.NDArray[np.int64]:
-    """Return the hashed end of the prompt; nothing if it is one token over and over: there is no text."""
+    """Return the hashed end of the prompt; empty if it repeats one token, as where a trace has no text."""
     ids = np.frombuffer(pack(request.token_ids[-MAX_TEXT:]).data, np.int32).astype(np.int64)
     if len(ids) and (ids == ids[0]).all():
         ids = ids[:0]

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sagellm.engines.cli.flags import make_flag
+from sagellm.engines.cli.names import complete_providers
 
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Source = Annotated[Path, typer.Argument(metavar="TRACE", help="The trace to read.")]
+Reader = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The trace's reader; else the file shows its format.",
+        autocompletion=complete_providers("trace_reader"),
+    ),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", "--force", help="Overwrite FILE if it exists, without asking.")
+]
 
 LENGTHS = "512, uniform:LOW:HIGH, normal:MEAN:SD, lognormal:MEDIAN:SIGMA or exponential:MEAN"
 

@@ -13,7 +13,7 @@ from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.targets import check_targets
 from sagellm.engines.progress import progress_bar
-from sagellm.lab.cli.flags import AsJSON
+from sagellm.lab.cli.flags import AsJSON, Overwrite, Reader, Source
 
 if TYPE_CHECKING:
     from sagellm.core import TraceRequest
@@ -22,15 +22,6 @@ if TYPE_CHECKING:
 
 _KIND = "lifetime_predictor"
 
-Source = Annotated[Path, typer.Argument(metavar="TRACE", help="The trace to read.")]
-Reader = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="The trace's reader; else the file shows its format.",
-        autocompletion=complete_providers("trace_reader"),
-    ),
-]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: .svg, .png or .pdf.")]
 
 train_app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -55,9 +46,7 @@ def train(  # noqa: PLR0913  (flags)
     ] = False,
     reader: Reader = None,
     plot: Plot = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", "--force", help="Overwrite FILE if it exists, without asking.")
-    ] = False,
+    overwrite: Overwrite = False,
     as_json: AsJSON = False,
 ) -> None:
     """Train a lifetime predictor on the first 70 % of a trace, and score it on the rest.

@@ -12,13 +12,12 @@ import typer
 
 from sagellm.core import ConfigError, nearest
 from sagellm.engines.cli.flags import with_flags
-from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.cli.output import new_app, print_json
 from sagellm.engines.cli.targets import check_targets
 from sagellm.engines.metrics.latency import percentile
 from sagellm.engines.progress import Advance, progress_bar
 from sagellm.engines.sizes import format_bytes
-from sagellm.lab.cli.flags import AsJSON, flag
+from sagellm.lab.cli.flags import AsJSON, Overwrite, Reader, Source, flag
 from sagellm.server.cli.figures import figures_table
 
 if TYPE_CHECKING:
@@ -60,9 +59,7 @@ def generate(
     arrivals: Annotated[
         Path | None, typer.Option(metavar="TRACE", help="Take the arrivals from a recorded trace.")
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", "--force", help="Overwrite FILE if it exists, without asking.")
-    ] = False,
+    overwrite: Overwrite = False,
     **options: Any,
 ) -> None:
     """Simulate clients that converse, and write what they ask as a trace with token ids.
@@ -88,19 +85,7 @@ def generate(
     typer.echo(f"{path}: {_sentence(requests)}")
 
 
-Reader = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="The trace's reader; else the file shows its format.",
-        autocompletion=complete_providers("trace_reader"),
-    ),
-]
-Source = Annotated[Path, typer.Argument(metavar="TRACE", help="The trace to read.")]
 Target = Annotated[Path, typer.Argument(metavar="FILE", help="The trace to write.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", "--force", help="Overwrite FILE if it exists, without asking.")
-]
 
 
 @app.command(name="show", hidden=True)  # what `info` was named in 0.2

@@ -28,7 +28,7 @@ _NO_LIMIT = 1 << 17  # tokens; where the trace names none
 
 
 class Question(NamedTuple):
-    """A request arrives; `actual_length` is for whoever scores the answer."""
+    """A request arrives. Predictors do not see `actual_length`, by which their answers are scored."""
 
     request: PredictionRequest
     actual_length: int
