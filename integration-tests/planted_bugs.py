@@ -613,8 +613,8 @@ def a_lost_block_skipped() -> None:
 
 @bug(
     "A fetch begins before the copies that wait for a step, one of which may read its blocks.",
-    caught_by="engines/tests/test_token_exact_tiers.py"
-    "::test_fetches_for_those_that_wait_leave_the_first_its_blocks[none-0]",
+    caught_by="engines/tests/test_tier_simulation.py"
+    "::test_a_fetch_into_the_source_of_a_copy_comes_after_the_copy",
 )
 def a_fetch_before_the_copies() -> None:
     from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager

@@ -249,6 +249,16 @@ def test_no_order_of_many_changes_a_token(seed, tmp_path):
     Simulation(seed, tmp_path).run(2_000)
 
 
+def test_a_fetch_into_the_source_of_a_copy_comes_after_the_copy(tmp_path):
+    settings = {
+        "kv.num_blocks": 18,
+        "kv.fetch": "always",
+        "prefix_cache.eviction_policy": "lru",
+        "scheduler.max_num_batched_tokens": 64,
+    }
+    Simulation(16, tmp_path, **settings).run(500)  # this seed fetches into one
+
+
 def test_a_seed_replays_what_it_did(tmp_path):
     runs = [Simulation(3, tmp_path).run(500) for _ in range(2)]
     assert runs[0] == runs[1]
