@@ -9,8 +9,10 @@ not one of prediction.
    and 1.1 of what FCFS carries, and in a closed loop (a fixed number of clients that think between answers);
    and on traces, with `--traces DIR`. What FCFS carries is the rate at which requests end while all of
    them wait at once, from a quarter of the time until the last one starts.
-2. `predictors`: mean latency with each installed predictor as a share of the gain of knowing lengths, on
-   Azure's conversations with prompts of at most 512 tokens.
+2. `predictors`: mean latency with each predictor that learns while it serves, as a share of the gain of
+   knowing lengths over knowing nothing, with few seats and many: on Azure's conversations with prompts of at
+   most 512 tokens, and on recorded chats with text. Predictors have learnt from the first 70 % of a trace,
+   and the rest is served, without shares of tenants: each chat's client is one.
 3. `priority`: one request in ten, of at most 2,048 tokens, is urgent, at 0.9 of the load.
 4. `blocks`: re-prefill with 1,000 … 20,000 blocks, beside what a cache alone computes again under LRU and
    Belady's policy (`sage llm simulate --cache-only`).
@@ -36,11 +38,12 @@ from typing import Any
 from common import output_flags, publish
 from serving_loads import LOADS
 
-from sagellm.core import LifetimePredictorProtocol, PluginRegistry, SageLLMError, TraceRequest
+from sagellm.core import LifetimePredictorProtocol, PluginRegistry, TraceRequest
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
 from sagellm.engines.progress import progress_bar
 from sagellm.lab.simulation.oracle import OraclePredictor
+from sagellm.lab.simulation.predictions import predictions
 from sagellm.lab.simulation.runs import simulate as replay_cache
 from sagellm.lab.simulation.served_load import LoadSettings, ServedRequest, output_lens
 from sagellm.lab.simulation.serving import ServingRun, simulate_serving, with_passes
@@ -50,6 +53,7 @@ from sagellm.lab.traces import read_trace
 
 COST = Path(__file__).parent / "cost" / "h200-8b.json"
 AZURE = Path(__file__).parent / "traces" / "azure_conv.csv.xz"
+CHAT = Path(__file__).parent / "traces" / "embedded_chat.jsonl.xz"
 MOONCAKE = ("mooncake_conversation.jsonl.xz", "conversation_trace.jsonl")
 
 FCFS = "order=none,share=none,preempt=none"
@@ -57,7 +61,8 @@ FCFS = "order=none,share=none,preempt=none"
 
 DEFAULT = ""
 WITHOUT_ORDER = "order=none"
-PATIENT = "order=shortest{patience=10}"
+ALONE = "share=none"
+PATIENT = "order=shortest{patience=10},share=none"
 """Lets long requests wait ten times as long for short ones."""
 
 SIZES = {"chat": 1000, "long outputs": 700, "bursts": 600, "tenants": 600}
@@ -67,12 +72,17 @@ SHARES = (0.7, 0.9, 1.1)
 MAIN_SHARE = 0.9
 THINK_S = 20.0
 SHORT = 512
+LEARNT_SHARE = 0.7
+FEW_SEATS = 8
+PREDICTOR_LOADS = (0.9, 1.1, 1.3)
 URGENT = "order=priority{ageing_s=120}"
 URGENT_SHARE, URGENT_TOKENS = 0.1, 2048
 BLOCKS = (1000, 5000, 10_000, 20_000)
 TARGETS_MS = (50, 75, 100, 200)
 
 NOTHING, EXACT = "null", "exact"
+LEARNING = ("statistical", "ranker", "online")
+"""The predictors that learn while they serve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +94,9 @@ class Source:
     limit: int | None = None
     trace: Path | None = None
     max_prompt: int | None = None  # longer prompts are left out
+    share_learnt: float = (
+        0.0  # of the requests: predictors have learnt from the first ones, others are served
+    )
 
     @property
     def label(self) -> str:
@@ -100,6 +113,7 @@ class Job:
     passes: str = FCFS
     predictor: str = NOTHING
     load: LoadSettings = field(default_factory=LoadSettings)
+    num_seats: int | None = None  # None: the default
     num_blocks: int | None = None
     target_ms: float | None = None  # None: the default
     share_urgent: float = 0.0
@@ -111,10 +125,29 @@ def requests_of(source: Source) -> list[TraceRequest]:
     """Return a run's requests, on a clock that starts with the first."""
     if source.trace is None:
         return LOADS[source.name](source.seed, source.limit or SIZES.get(source.name, 400))
-    most = source.max_prompt
-    found = read_trace(source.trace, limit=None if most else source.limit)
-    kept = [one for one in found if most is None or one.num_prompt_tokens <= most][: source.limit]
+    found = recorded(source)
+    kept = found[round(source.share_learnt * len(found)) :][: source.limit]
     return [replace(one, arrival_s=one.arrival_s - kept[0].arrival_s) for one in kept]
+
+
+@cache
+def recorded(source: Source) -> list[TraceRequest]:
+    """Return the requests of a trace that count, by arrival."""
+    assert source.trace is not None, "a load is generated"
+    is_whole = source.max_prompt is not None or source.share_learnt
+    found = read_trace(source.trace, limit=None if is_whole else source.limit)
+    most = source.max_prompt
+    kept = [one for one in found if most is None or one.num_prompt_tokens <= most]
+    return sorted(kept, key=lambda one: one.arrival_s)
+
+
+def experienced(name: str, source: Source) -> LifetimePredictorProtocol:
+    """Return a predictor that has seen the requests before those that are served, and how they ended."""
+    predictor: LifetimePredictorProtocol = PluginRegistry.load().make("lifetime_predictor", name)
+    found = recorded(source)
+    for _ in predictions(predictor, found[: round(source.share_learnt * len(found))]):
+        pass
+    return predictor
 
 
 def urgent_places(requests: Sequence[TraceRequest], share: float) -> set[int]:
@@ -133,16 +166,20 @@ def simulate(job: Job) -> ServingRun:
     }
     if job.target_ms is not None:
         values["scheduler.step_target_ms"] = job.target_ms
+    if job.num_seats is not None:
+        values["scheduler.max_num_seqs"] = job.num_seats
     config = EngineConfig().with_values(values)
     if job.passes != DEFAULT:
         config = with_passes(config, job.passes)
-    exact: LifetimePredictorProtocol | None = None
+    predictor: LifetimePredictorProtocol | None = None
     if job.predictor == EXACT:
-        exact = OraclePredictor(output_lens(requests))
+        predictor = OraclePredictor(output_lens(requests))
+    elif job.source.share_learnt:
+        predictor = experienced(job.predictor, job.source)
     if job.share_urgent and job.is_told:
         urgent = urgent_places(requests, job.share_urgent)
         requests = [replace(one, priority=int(place in urgent)) for place, one in enumerate(requests)]
-    return simulate_serving(requests, config, read_step_costs(job.cost), load=job.load, predictor=exact)
+    return simulate_serving(requests, config, read_step_costs(job.cost), load=job.load, predictor=predictor)
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -176,9 +213,11 @@ def _latency_s(one: ServedRequest) -> float:
     return (one.finished_ns - one.arrival_ns) / 1e9
 
 
-def capacity_of(source: Source, cost: Path) -> float:
+@cache
+def capacity_of(source: Source, cost: Path, num_seats: int | None = None) -> float:
     """Return the requests/s that end under FCFS while all wait, but for the first quarter of that time."""
-    done = simulate(Job(source=source, cost=cost, load=LoadSettings(stretch=1e-6))).requests
+    load = LoadSettings(stretch=1e-6)
+    done = simulate(Job(source=source, cost=cost, load=load, num_seats=num_seats)).requests
     last_ns = max(one.scheduled_ns or 0 for one in done)
     first_ns = last_ns / 4
     num_ended = sum(first_ns < (one.finished_ns or 0) <= last_ns for one in done)
@@ -190,20 +229,6 @@ def open_load(source: Source, capacity: float, share: float) -> LoadSettings:
     requests = requests_of(source)
     rate = len(requests) / (requests[-1].arrival_s - requests[0].arrival_s)
     return LoadSettings(stretch=rate / (share * capacity))
-
-
-def installed_predictors(registry: PluginRegistry) -> list[str]:
-    """Name the predictors that need no options."""
-    found = []
-    for entry in registry.providers("lifetime_predictor"):
-        name = entry.provider.name
-        try:
-            registry.resolve("lifetime_predictor", name)()
-        except (SageLLMError, ImportError, TypeError) as error:
-            print(f"the predictor {name} is left out: {error}")
-        else:
-            found.append(name)
-    return [NOTHING, *(name for name in found if name != NOTHING), EXACT]
 
 
 # --- the default on many loads
@@ -297,28 +322,26 @@ def _name(one: dict[str, Any]) -> str:
 # --- what predictions are worth
 
 
-def judge_predictors(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare predictors under the default pipeline where only short prompts come."""
-    source = Source(name="azure_conv", trace=AZURE, limit=options.limit, max_prompt=SHORT)
-    capacity = capacity_of(source, options.cost)
-    names = installed_predictors(PluginRegistry.load())
-    found = []
-    for passes, share in product((DEFAULT, PATIENT), SHARES[1:]):
-        load = open_load(source, capacity, share)
-        runs = {
-            name: run(Job(source=source, cost=options.cost, load=load, passes=passes, predictor=name))
-            for name in names
-        }
-        nothing, exact = (runs[name]["mean_latency_s"] for name in (NOTHING, EXACT))
-        found += [
-            {
-                "share": share,
-                "capacity": capacity,
-                "gain": (nothing - one["mean_latency_s"]) / (nothing - exact) if nothing > exact else None,
-                **one,
-            }
-            for one in runs.values()
-        ]
+def judge_predictors(options: argparse.Namespace) -> Rows:
+    """Compare predictors where outputs take most of the time, and where prompts do."""
+    served: dict[str, Any] = {"limit": options.limit or 1000, "share_learnt": LEARNT_SHARE}
+    azure = Source(name="azure_conv", trace=AZURE, max_prompt=SHORT, **served)
+    chat = Source(name="embedded_chat", trace=CHAT, **served)
+    cells = list(product((azure, chat), (FEW_SEATS, None), PREDICTOR_LOADS, (ALONE, PATIENT)))
+    found: Rows = []
+    with progress_bar("simulating", total=len(cells), unit="cells") as advance:
+        for source, num_seats, share, passes in cells:
+            load = open_load(source, capacity_of(source, options.cost, num_seats), share)
+            job = Job(source=source, cost=options.cost, load=load, passes=passes, num_seats=num_seats)
+            fcfs = run(replace(job, passes=FCFS))
+            runs = [run(replace(job, predictor=name)) for name in (NOTHING, *LEARNING, EXACT)]
+            nothing, exact = (runs[place]["mean_latency_s"] for place in (0, -1))
+            for one in runs:
+                gain = (nothing - one["mean_latency_s"]) / (nothing - exact) if nothing > exact else None
+                found.append(
+                    one | {"share": share, "gain": gain, "num_seats": num_seats, "in_order_of_arrival": fcfs}
+                )
+            advance()
     return found
 
 
@@ -428,26 +451,30 @@ def _by_pipeline(rows: Rows) -> dict[tuple[str, str], Rows]:
 
 
 def predictors_text(rows: Rows) -> str:
-    """Show mean latencies and shares of the exact lengths' gain."""
+    """Show mean latencies, and shares of the exact lengths' gain over knowing nothing."""
     shown = [
         (
+            one["load"],
+            str(one["num_seats"] or "default"),
             str(one["share"]),
-            one["passes"],
+            one["passes"].partition(",")[0],
             one["predictor"],
-            f"{one['mean_latency_s']:.2f} s",
+            f"{one['mean_latency_s']:.3f} s",
+            f"{one['mean_latency_s'] / one['in_order_of_arrival']['mean_latency_s'] - 1:+.1%}",
             "-" if one["gain"] is None else f"{one['gain']:.0%}",
-            f"{one['ttft_s']['mean']:.2f} s",
             f"{one['goodput_requests_per_s']:.2f}",
         )
         for one in rows
     ]
     head = (
+        "TRACE",
+        "SEATS",
         "LOAD",
-        "PIPELINE",
+        "ORDER",
         "PREDICTOR",
         "LATENCY MEAN",
+        "BESIDE FCFS",
         "OF THE EXACT ONE'S GAIN",
-        "TTFT MEAN",
         "GOODPUT/S",
     )
     return columns(head, shown)

@@ -88,6 +88,14 @@ def test_what_remains_is_conditional_on_what_is_there():
     assert 500 < far.remaining_length < 10_000  # as long again, where nothing is known
 
 
+def test_the_mean_of_what_remains_counts_long_outputs_too():
+    predictor = StatisticalLifetimePredictor()
+    teach(predictor, [20, 20, 20, 300, 300] * 40)
+    assert predictor.predict(request()).mean == near(132)  # the median is 20
+    assert predictor.predict(request(current_length=60)).mean == near(240, 0.15)
+    assert predictor.predict(request(max_length=100)).mean == near(52)  # (3 · 20 + 2 · 100) / 5
+
+
 @pytest.mark.parametrize("spread", [0.2, 1.0])
 def test_intervals_hold_eight_of_ten_lengths_and_follow_when_that_changes(spread):
     predictor, rng = StatisticalLifetimePredictor(), random.Random(1)

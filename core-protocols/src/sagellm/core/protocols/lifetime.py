@@ -53,6 +53,7 @@ class LifetimePrediction:
     confidence: float  # 0 … 1
     low: float | None = None  # tokens: an interval for the remaining length
     high: float | None = None
+    mean: float | None = None  # tokens: the expected remaining length, if `remaining_length` is another one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,7 +120,7 @@ class RequestRows(Sequence[ScheduleRequest]):
     num_computed_tokens = _Column["np.int32"]("Tokens whose KV exists, or will be after the steps in flight.")
     num_blocks = _Column["np.int32"]("Blocks held.")
     last_scheduled_step = _Column["np.int64"]("The last step that computed part of it; -1: none yet.")
-    predicted_remaining_tokens = _Column["np.float32"]("NaN if unknown.")
+    predicted_remaining_tokens = _Column["np.float32"]("Expected; NaN if unknown.")
     confidence = _Column["np.float32"]("Of the predictions, 0 to 1; 0 if unknown.")
     max_tokens = _Column["np.int32"]("Output tokens at which each ends at the latest.")
     deadline = _Column["np.float64"]("Seconds on the engine's clock; infinite if there is none.")

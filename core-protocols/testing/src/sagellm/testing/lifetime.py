@@ -52,6 +52,7 @@ def check_bounds(request: PredictionRequest, prediction: LifetimePrediction) -> 
         assert prediction.low is not None
         assert prediction.high is not None
         assert 0 <= prediction.low <= prediction.remaining_length <= prediction.high <= limit
+    assert prediction.mean is None or 0 <= prediction.mean <= limit
 
 
 class LifetimePredictorContract:

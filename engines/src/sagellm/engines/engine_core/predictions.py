@@ -114,17 +114,16 @@ class Predictions:
         columns = self._seats.schedule_columns.arrays
         found = self._predictor.predict_all(asked)
         for sequence, length, prediction in zip(sequences, lengths, found, strict=True):
-            predicted = _take(sequence, prediction, length)
+            _take(sequence, prediction, length)
             seat = sequence.seat
             assert seat is not None, "it runs"
-            columns["predicted_tokens"][seat] = predicted
+            columns["predicted_tokens"][seat] = sequence.predicted_tokens
             columns["confidence"][seat] = sequence.confidence
-            ahead = max(int(predicted) + 1 - length, _MIN_TOKENS, length // 4)
+            ahead = max(int(sequence.predicted_tokens or 0) + 1 - length, _MIN_TOKENS, length // 4)
             self._seats.ask_at[seat] = self._seats.num_tokens[seat] + ahead
 
 
-def _take(sequence: Sequence, prediction: LifetimePrediction, length: int) -> float:
-    """Note what is predicted of a sequence with so much output, and return the predicted whole length."""
-    predicted, confidence = length + float(prediction.remaining_length), float(prediction.confidence)
-    sequence.predicted_tokens, sequence.confidence = predicted, confidence
-    return predicted
+def _take(sequence: Sequence, prediction: LifetimePrediction, length: int) -> None:
+    """Note what is predicted of a sequence with so much output: the mean, by which orders are best."""
+    remaining = prediction.remaining_length if prediction.mean is None else prediction.mean
+    sequence.predicted_tokens, sequence.confidence = length + float(remaining), float(prediction.confidence)

@@ -37,6 +37,9 @@ def lengths_at(positions: Floats) -> Floats:
     return found
 
 
+_EDGES = lengths_at(np.arange(NUM_BINS + 1.0))
+
+
 def _tail() -> Floats:
     """Return a density of which as much again is left at every length: P(more than y) = 16 ÷ (16 + y)."""
     edges = np.exp(-_WIDTH * np.arange(NUM_BINS + 1))
@@ -111,4 +114,18 @@ def share_below(cumulated: Floats, positions: Floats) -> Floats:
     rows = np.arange(len(cumulated))[:, None]
     low = cumulated[rows, places]
     found: Floats = low + (positions - places) * (cumulated[rows, places + 1] - low)
+    return found
+
+
+def means_behind(cumulated: Floats, starts: Floats, limits: Floats) -> Floats:
+    """Return the mean lengths (rows,) of what is left of distributions behind `starts`, cut at `limits`.
+
+    `cumulated` (rows, bins + 1), `starts` positions (rows,), `limits` lengths (rows,). The mean is what lies
+    between: the start, and the area under the share that is longer.
+    """
+    gone = share_below(cumulated, starts[:, None])
+    first = lengths_at(starts)[:, None]
+    edges = np.clip(_EDGES, first, np.maximum(limits[:, None], first))
+    longer = (1 - np.maximum(cumulated, gone)) / np.maximum(1 - gone, 1e-12)
+    found: Floats = first[:, 0] + (np.diff(edges) * (longer[:, 1:] + longer[:, :-1]) / 2).sum(1)
     return found

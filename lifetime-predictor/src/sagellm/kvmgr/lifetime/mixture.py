@@ -26,6 +26,7 @@ from sagellm.kvmgr.lifetime.lengths import (
     Floats,
     bin_of,
     lengths_at,
+    means_behind,
     position_of,
     positions_of,
     quantiles,
@@ -178,6 +179,7 @@ class MixturePredictor(LifetimePredictorProtocol):
         remaining = lengths_at(quantiles(cumulated, starts, self._levels)) - current[:, None]
         remaining = np.minimum(np.maximum(remaining, 1.0), limits[:, None])
         confidences = self._confidences(cumulated, starts, current, remaining[:, 1])
+        means = np.clip(means_behind(cumulated, starts, current + limits) - current, 1.0, limits)
         pace = self._seconds / self._tokens if self._tokens else 0.0
         return [
             LifetimePrediction(
@@ -186,8 +188,11 @@ class MixturePredictor(LifetimePredictorProtocol):
                 confidence=confidence,
                 low=low,
                 high=high,
+                mean=mean,
             )
-            for (low, middle, high), confidence in zip(remaining.tolist(), confidences.tolist(), strict=True)
+            for (low, middle, high), confidence, mean in zip(
+                remaining.tolist(), confidences.tolist(), means.tolist(), strict=True
+            )
         ]
 
     def _confidences(self, cumulated: Floats, starts: Floats, current: Floats, remaining: Floats) -> Floats:

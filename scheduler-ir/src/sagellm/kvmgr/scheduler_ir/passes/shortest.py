@@ -89,7 +89,7 @@ class ShortestFirstPass(SchedulerPassProtocol):
     """
 
     name = "shortest"
-    min_confidence: Annotated[float, Limits(ge=0, le=1)] = 0.6
+    min_confidence: Annotated[float, Limits(ge=0, le=1)] = 0.5
     patience: Annotated[float, Limits(gt=0)] = 0.9
     starvation_s: Annotated[float, Limits(gt=0)] = 300.0
     max_probes: Annotated[int, Limits(ge=1, le=1 << 20)] = 32
