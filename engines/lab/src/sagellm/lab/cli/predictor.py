@@ -128,8 +128,8 @@ def score(
     registry = PluginRegistry.load()
     installed = [entry.provider.name for entry in registry.providers(_KIND)]
     specs = [ProviderSpec.of(each) for each in predictor or installed if each != "null"]
-    made = {spec.text: registry.make(_KIND, spec) for spec in specs}
     requests = _requests(trace, reader)
+    made = {spec.text: registry.make(_KIND, spec) for spec in specs}
     found = controls(requests)
     with progress_bar("scoring", total=len(made) * len(requests), unit="requests") as advance:
         found += [score_predictor(name, each, requests, advance) for name, each in made.items()]
