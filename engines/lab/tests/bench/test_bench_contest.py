@@ -70,6 +70,20 @@ def test_urgent_requests_are_named_as_vllm_does_and_counted_apart(timed_server, 
     assert sum(one.num_requests for one in figures.kinds.values()) == len(sent)
 
 
+@pytest.mark.parametrize(("workload", "priority"), [("mixed", -1), ("document", 0), ("batch", 1)])
+def test_urgent_requests_alone_share_no_beginning_and_never_overlap(
+    timed_server, behaviour, workload, priority
+):
+    server = timed_server(behaviour(first_s=0.03))
+    contest = Contest(WorkloadSettings(name=workload, max_len=400, vocab_size=100))
+    alone = contest.alone(Contender(name="fake", url=server.url))
+    assert alone.median == pytest.approx(30)
+    sent = server.bodies[2:]  # behind the warm-up
+    assert (len(sent), server.max_running) == (alone.count, 1)
+    assert {body.get("priority", 0) for body in sent} == {priority}
+    assert len({tuple(body["prompt"][:16]) for body in sent}) == len(sent)
+
+
 def test_sessions_begin_at_the_rate(timed_server, behaviour):
     _, run = apply(timed_server(behaviour(first_s=0.01)), duration_s=5.0, rate=40.0)
     assert len({id(session) for session, _ in run.sent}) == pytest.approx(5 * 40, rel=0.15)
@@ -93,7 +107,8 @@ def test_all_servers_get_the_rate_that_the_slowest_carries(timed_server, behavio
     slowest = min(one.load.request_throughput_per_s for one in done.figures["saturated"].values())
     assert slowest == pytest.approx(2 / 0.05)
     assert done.rates == {"steady": pytest.approx(0.6 * slowest)}
-    rows = headline(done.figures)
+    rows = headline(done)
+    assert rows["alone.high_priority_ttft_median_ms"] == pytest.approx({"sagellm": 10, "vllm": 50})
     assert rows["saturated.output_throughput_tokens_per_s"].keys() == {"sagellm", "vllm"}
     assert rows["steady.ideal_hit_rate"]["vllm"] > 0
 
@@ -141,7 +156,7 @@ def test_the_machine_is_measured_for_what_the_engine_resolved_and_not_for_auto(o
     assert measured == ["bfloat16"]
     figures = done.figures["steady"]["sagellm"]
     assert figures.limits.mfu == pytest.approx(figures.work.flops / (figures.load.duration_s * 1e30))
-    assert headline(done.figures)["steady.mfu"] == {"sagellm": figures.limits.mfu}
+    assert headline(done)["steady.mfu"] == {"sagellm": figures.limits.mfu}
     assert measurement_errors(done.figures) == []
 
 

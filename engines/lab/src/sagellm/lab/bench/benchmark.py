@@ -1,7 +1,8 @@
 """`benchmark`: a named load on an engine of ours, started for it, and on peers, one after the other.
 
-Two phases: callers without pauses, as many as given, which shows the throughput; then sessions that begin at
-a rate that every server carries, which shows what urgent requests wait.
+First a few urgent requests, each alone, which shows the least that one waits. Then two phases: callers
+without pauses, as many as given, which shows the throughput; and sessions that begin at a rate that every
+server carries, which shows what urgent requests wait.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sagellm.core import ConfigError
 from sagellm.lab.bench.contenders import Contender, PeerSpec, own_server, peer_server
 from sagellm.lab.bench.contest import Contest, PhaseFigures
 from sagellm.lab.bench.driver import LoadRun
-from sagellm.lab.bench.figures import Limits
+from sagellm.lab.bench.figures import Limits, Spread
 from sagellm.lab.bench.sessions import Phase
 from sagellm.lab.bench.workloads import WorkloadSettings, mean_turns
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 STEADY_SHARE = 0.6
 """The rate of the second phase unless given: this share of what the slowest server reached in the first."""
 
-SATURATED, STEADY = "saturated", "steady"
+ALONE, SATURATED, STEADY = "alone", "saturated", "steady"
 _ANSWER_S = 60.0
 _STEADY_SEED = 1000  # so that the second phase meets no prefix of the first
 
@@ -75,6 +76,7 @@ class BenchmarkRun:
 
     figures: dict[str, dict[str, PhaseFigures]] = field(default_factory=dict)
     runs: dict[str, dict[str, LoadRun]] = field(default_factory=dict)
+    alone_ttft_ms: dict[str, Spread | None] = field(default_factory=dict)  # by server
     rates: dict[str, float] = field(default_factory=dict)  # requests per second, by phase at a rate
     servers: dict[str, Contender] = field(default_factory=dict)
     machine: MachineLimits | None = None  # None where no engine of ours was started
@@ -105,6 +107,9 @@ def run_benchmark(
                 done.figures.setdefault(name, {})[contender.name] = figures
                 done.runs.setdefault(name, {})[contender.name] = run
 
+        for contender in contenders:
+            say(f"{ALONE}: {contender.name}")
+            done.alone_ttft_ms[contender.name] = contest.alone(contender)
         rate, duration_s = settings.rate, settings.duration
         if rate is None:
             duration_s /= 2
@@ -208,13 +213,20 @@ _HEADLINE = {
 """What a benchmark is read for, and where `PhaseFigures` has it."""
 
 
-def headline(phases: dict[str, dict[str, PhaseFigures]]) -> dict[str, dict[str, float | None]]:
+def headline(done: BenchmarkRun) -> dict[str, dict[str, float | None]]:
     """Return the figures that a benchmark is read for, where a server has them: name → server → value."""
-    rows = {
+    alone = {
+        f"{ALONE}.high_priority_ttft_{name}_ms": {
+            server: None if one is None else getattr(one, name) for server, one in done.alone_ttft_ms.items()
+        }
+        for name in ("median", "max")
+    }
+    phases = {
         f"{phase}.{name}": {server: _read(one, path) for server, one in servers.items()}
-        for phase, servers in phases.items()
+        for phase, servers in done.figures.items()
         for name, path in _HEADLINE.items()
     }
+    rows = alone | phases
     return {name: row for name, row in rows.items() if any(value is not None for value in row.values())}
 
 

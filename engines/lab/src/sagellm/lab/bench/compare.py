@@ -116,7 +116,7 @@ def more_is_better(name: str) -> bool | None:
         if figure not in _JUDGED_OF_SPREADS:
             return None
         figure = parts[-2]
-    elif parts[0] in ("saturated", "steady"):  # of `benchmark`: figure, then server
+    elif parts[0] in ("alone", "saturated", "steady"):  # of `benchmark`: figure, then server
         figure = parts[1]
     if figure in (*_OF_THE_MACHINE, *_OF_THE_LOAD, _STEADINESS):
         return None

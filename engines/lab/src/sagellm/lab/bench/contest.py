@@ -21,7 +21,13 @@ from sagellm.lab.bench.served_model import find_model
 from sagellm.lab.bench.sessions import Phase
 from sagellm.lab.bench.settings import PATHS
 from sagellm.lab.bench.watch import ClientLoad, ClientWatch
-from sagellm.lab.bench.workloads import HIGH_PRIORITY, Session, WorkloadSettings, make_sessions
+from sagellm.lab.bench.workloads import (
+    HIGH_PRIORITY,
+    WORKLOADS,
+    Session,
+    WorkloadSettings,
+    make_sessions,
+)
 
 if TYPE_CHECKING:
     from sagellm.engines.worker.work import WorkMetrics
@@ -30,6 +36,9 @@ if TYPE_CHECKING:
 
 _WARM_UP_REQUESTS = 2
 _WARM_UP_SEED = -1
+_ALONE_REQUESTS = 8
+_ALONE_SEED = -2
+_ALONE_OUTPUT_TOKENS = 2
 _TIMEOUT_S = 600.0
 
 
@@ -89,6 +98,25 @@ class Contest:
         """Apply a phase. Raises BenchmarkError if the server is not there, or every request fails."""
         return asyncio.run(self._run(contender, phase))
 
+    def alone(self, contender: Contender) -> Spread | None:
+        """Return the TTFT in ms of first turns of the most urgent kind, one after the other.
+
+        Their prompts share no beginning, so this is what a prompt without any cached KV takes: no order of
+        requests gets it sooner. Raises BenchmarkError as `run` does.
+        """
+        return asyncio.run(self._alone(contender))
+
+    async def _alone(self, contender: Contender) -> Spread | None:
+        client = HTTPClient(contender.url)
+        try:
+            model = await find_model(client, None)
+            await self._warm_up(client, model.name, contender.name)
+            seeds = range(_ALONE_SEED, _ALONE_SEED - _ALONE_REQUESTS, -1)
+            sessions = [self._most_urgent(seed) for seed in seeds]
+            return (await self._one_by_one(client, model.name, contender.name, sessions)).ttft_ms
+        finally:
+            client.close()
+
     async def _run(self, contender: Contender, phase: Phase) -> tuple[PhaseFigures, LoadRun]:
         client = HTTPClient(contender.url)
         reader = reader_of(contender)
@@ -112,13 +140,25 @@ class Contest:
         return self._figures(contender, run, figures, watch.readings, own.load(num_events)), run
 
     async def _warm_up(self, client: HTTPClient, model: str, name: str) -> None:
-        first_turns = (replace(one, turns=one.turns[:1]) for one in self._sessions(_WARM_UP_SEED))
-        sessions = islice(first_turns, _WARM_UP_REQUESTS)
+        sessions = islice(self._sessions(_WARM_UP_SEED), _WARM_UP_REQUESTS)
+        first_turns = [replace(one, turns=one.turns[:1]) for one in sessions]
+        await self._one_by_one(client, model, name, first_turns)
+
+    async def _one_by_one(
+        self, client: HTTPClient, model: str, name: str, sessions: Sequence[Session]
+    ) -> ServeFigures:
+        """Send sessions, one after the other. Raises BenchmarkError if a request fails."""
         plan = Phase(duration_s=0).plan(sessions, model, has_priorities=self._has_priorities)
-        run = await self._driver(client).run(plan, concurrency=1, is_closed_loop=True)
-        failed = serve_figures(run)
-        if failed.num_failed:
-            _check(name, 0, failed.errors)
+        figures = serve_figures(await self._driver(client).run(plan, concurrency=1, is_closed_loop=True))
+        if figures.num_failed:
+            _check(name, 0, figures.errors)
+        return figures
+
+    def _most_urgent(self, seed: int) -> Session:
+        """Return the first session of the most urgent kind, with its first turn and a short answer."""
+        highest = max(kind.priority for kind in WORKLOADS[self._workload.name].values())
+        session = next(one for one in self._sessions(seed) if one.priority == highest)
+        return replace(session, turns=(session.turns[0]._replace(num_output_tokens=_ALONE_OUTPUT_TOKENS),))
 
     def _driver(self, client: HTTPClient) -> LoadDriver:
         return LoadDriver(client, PATHS["completions"], timeout_s=_TIMEOUT_S)

@@ -63,7 +63,8 @@ def _peers(options: dict[str, Any]) -> Result:
     """Serve a model, put a named load on it, and on peers beside it; end the servers that were started.
 
     The first half of the time shows the throughput with many callers, the second half what urgent requests
-    wait at a rate that all servers carry. Hit rates stand beside what a cache without limit would reach.
+    wait at a rate that all servers carry; before both, what one waits alone. Hit rates stand beside what a
+    cache without limit would reach.
     """
     from sagellm.engines.cli.model import say_if_embedded
     from sagellm.engines.metrics.limits import engine_limits
@@ -80,7 +81,7 @@ def _peers(options: dict[str, Any]) -> Result:
     return make_result(
         "benchmark",
         settings.shown() | {"engine": config.values()},
-        headline(done.figures),
+        headline(done),
         phases=done.figures,
         rates=done.rates,
         servers={name: {"start_s": one.start_s} for name, one in done.servers.items()},
