@@ -64,8 +64,8 @@ def rounds(options: argparse.Namespace, folder: str) -> dict[str, Any]:
                 before = sum(core.cpu_times()[:2])
                 figures = run_serve(settings).figures
                 assert figures.num_failed == 0, figures.errors
+                time.sleep(1)  # all is written now
                 if is_recorded:
-                    time.sleep(1)  # all is written now
                     [mine] = (ns for thread, ns in thread_times(core.pid).items() if thread not in others)
                     thread_us.append(mine / 1e3 / options.num_prompts)
                     found = admin.call("record_stop")
@@ -150,7 +150,7 @@ def main() -> None:
     )
     parser.add_argument("model", nargs="?", default=EMBEDDED)
     parser.add_argument("--rounds", type=int, default=16, help="pairs; default: %(default)s")
-    parser.add_argument("--num-prompts", type=int, default=384, help="in a round; default: %(default)s")
+    parser.add_argument("--num-prompts", type=int, default=1536, help="in a round; default: %(default)s")
     parser.add_argument("--prompt", type=int, default=64, help="tokens; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=32, help="to generate; default: %(default)s")
     parser.add_argument("--num-chats", type=int, default=1000, help="requests; default: %(default)s")
