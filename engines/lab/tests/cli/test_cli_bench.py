@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from sagellm.lab.cli.variadic import repeat_options
+from sagellm.testing.patience import PATIENCE_S, wait_until
 
 REAL = ("--dtype", "float32", "--device", "cpu", "--num-blocks", "128")
 SHORT = ("--input-len", "8", "--output-len", "3")
@@ -270,6 +272,19 @@ def test_benchmark_loads_a_server_and_keeps_what_it_measured(sage, server, tmp_p
     assert 0 <= saved["figures"]["saturated.ideal_hit_rate"]["sagellm"] < 1
     assert "saturated.output throughput (tokens/s)" in result.out
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_a_benchmark_that_is_terminated_ends_the_servers_that_it_started(server, tmp_path):
+    peer = tmp_path / "python"
+    peer.write_text("#!/bin/sh\necho $$ > starting && mv starting started\nexec sleep 600\n")
+    peer.chmod(0o755)
+    command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "benchmark", "--base-url", server]
+    process = subprocess.Popen([*command, "--peer", f"vllm={peer}"], stderr=subprocess.DEVNULL)
+    wait_until((tmp_path / "started").exists)
+    process.terminate()
+    assert process.wait(PATIENCE_S) != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "started").read_text()), 0)
 
 
 def test_the_old_name_of_bench_peers_works_and_is_not_listed(sage, tmp_path):

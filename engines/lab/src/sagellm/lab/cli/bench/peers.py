@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -75,9 +78,10 @@ def _peers(options: dict[str, Any]) -> Result:
     config = engine_config(_in_our_words(options))
     if settings.base_url is None:
         say_if_embedded(config.model.name)
-    done = run_benchmark(
-        config, settings, measure=engine_limits, say=lambda text: typer.echo(f"{text} …", err=True)
-    )
+    with _interrupted_by_sigterm():  # as the servers end with the block that started them
+        done = run_benchmark(
+            config, settings, measure=engine_limits, say=lambda text: typer.echo(f"{text} …", err=True)
+        )
     return make_result(
         "benchmark",
         settings.shown() | {"engine": config.values()},
@@ -94,6 +98,16 @@ def _peers(options: dict[str, Any]) -> Result:
             for server, run in runs.items()
         }
     }
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM raise KeyboardInterrupt, as SIGINT does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _settings(options: dict[str, Any]) -> BenchmarkSettings:
