@@ -26,7 +26,7 @@ def readme_table():
     del sys.modules[spec.name]
 
 
-@pytest.mark.parametrize("name", ["summary", "targets", "beside other engines", "measured"])
+@pytest.mark.parametrize("name", ["summary", "served", "targets", "beside other engines", "measured"])
 def test_the_documents_show_what_is_kept(readme_table, name):
     file, make = readme_table.SECTIONS[name]
     text = file.read_text()
