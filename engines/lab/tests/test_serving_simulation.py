@@ -143,6 +143,23 @@ def test_what_was_evicted_and_is_wanted_again_counts_as_computed_again():
     assert simulate_serving(requests, config(300), COSTS).figures.re_prefill_rate == 0
 
 
+def test_a_later_turn_finds_the_recorded_answer_before_it():
+    rng = Random(3)
+    asked, answer, others = ([rng.randrange(2, 999) for _ in range(size)] for size in (64, 100, 600))
+    second = [*asked, *answer, *others[:30]]
+    first = TraceRequest(0.0, 64, 100, token_ids=pack(asked), output_token_ids=pack(answer))
+    between = TraceRequest(5.0, 600, 1, token_ids=pack(others))
+    last = TraceRequest(9.0, len(second), 5, token_ids=pack(second))
+    run = simulate_serving([first, between, last], config(300), COSTS)
+    assert [one.num_output_tokens for one in run.requests] == [100, 1, 5]
+    assert run.requests[2].num_cached_tokens == 64 + 99, "the last token of an answer has no KV"
+    unknown = replace(first, output_token_ids=pack([]))
+    assert simulate_serving([unknown, between, last], config(300), COSTS).requests[2].num_cached_tokens == 64
+    evicted = simulate_serving([first, between, last], config(40), COSTS).requests[2]
+    assert evicted.num_cached_tokens < 64
+    assert evicted.num_cached_tokens + evicted.num_recomputed_tokens == 163 // SIZE * SIZE
+
+
 def test_a_request_that_can_never_fit_fails_and_others_go_on():
     run = simulate_serving(lengths((0.0, 2000, 5), (0.0, 100, 5)), config(30), COSTS)
     assert [one.error is None for one in run.requests] == [False, True]

@@ -31,6 +31,7 @@ from sagellm.engines.requests.queued_request import QueuedSequence
 from sagellm.engines.sampling.params import SamplingParams
 from sagellm.lab.simulation.contents import BlockContents
 from sagellm.lab.simulation.prompts import prompt_tokens
+from sagellm.lab.simulation.virtual_executor import RecordedOutput
 
 _LARGEST_ID = 2**31 - 1
 
@@ -211,6 +212,9 @@ class LoadRun:
     def _end(self, live: _Live, reason: FinishReason, error: str | None) -> None:
         sequence, given = live.sequence, self._requests[live.index]
         del self._live[sequence.sequence_id]
+        if len(given.output_token_ids):  # a later prompt may begin with it
+            kept = sequence.token_ids()[: given.num_prompt_tokens + sequence.num_output_tokens - 1]
+            self._cached.update(self._contents.path(kept, given.tenant))
         num_cached = sequence.num_cached_tokens or 0
         reusable = min((live.num_known or 0) * self._block_size, given.num_prompt_tokens - 1)
         self._served[live.index] = ServedRequest(
@@ -252,6 +256,14 @@ def _turns(requests: Seq[TraceRequest], num_clients: int) -> list[deque[int]]:
 def output_lens(requests: Seq[TraceRequest]) -> dict[SequenceId, int]:
     """Return the recorded length of each output, by the sequence that it has in a run."""
     return {SequenceId(_name(index)): one.num_output_tokens for index, one in enumerate(requests)}
+
+
+def recorded_outputs(requests: Seq[TraceRequest]) -> dict[SequenceId, RecordedOutput]:
+    """Return what is recorded of each output, by the sequence that it has in a run."""
+    return {
+        SequenceId(_name(index)): RecordedOutput(one.num_output_tokens, one.output_token_ids)
+        for index, one in enumerate(requests)
+    }
 
 
 def _name(index: int) -> str:

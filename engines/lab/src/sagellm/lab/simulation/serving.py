@@ -18,7 +18,7 @@ from sagellm.core import (
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_core.batching import BatchingMetrics
 from sagellm.engines.progress import Advance
-from sagellm.lab.simulation.served_load import LoadRun, LoadSettings, ServedRequest, output_lens
+from sagellm.lab.simulation.served_load import LoadRun, LoadSettings, ServedRequest, recorded_outputs
 from sagellm.lab.simulation.serving_figures import (
     Counts,
     ServingFigures,
@@ -62,7 +62,8 @@ def simulate_serving(  # noqa: PLR0913  (what a simulation varies)
     load = replace(load or LoadSettings(), stop_token_ids=frozenset({END}))
     if not 0 < load.stretch < float("inf"):
         raise ConfigError(f"stretch is {load.stretch}; it must be a number above 0")
-    made = build_simulated_core(config, costs, output_lens(requests), registry=registry, predictor=predictor)
+    outputs = recorded_outputs(requests)
+    made = build_simulated_core(config, costs, outputs, registry=registry, predictor=predictor)
     core, executor = made.core, made.executor
 
     def on_host(num_added: int) -> None:

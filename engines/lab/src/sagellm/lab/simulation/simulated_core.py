@@ -25,7 +25,7 @@ from sagellm.engines.modules import Modules
 from sagellm.engines.sizes import parse_bytes
 from sagellm.lab.simulation.costed_tier import CostedKVTier
 from sagellm.lab.simulation.step_costs import StepCosts
-from sagellm.lab.simulation.virtual_executor import VOCAB_SIZE, VirtualExecutor
+from sagellm.lab.simulation.virtual_executor import VOCAB_SIZE, RecordedOutput, VirtualExecutor
 
 _GROUP = KVGroup(layer_ids=(0,), num_kv_heads=1, head_dim=8)
 """The shape of KV that nothing stores; its real size is in the costs."""
@@ -44,23 +44,23 @@ class SimulatedCore:
 def build_simulated_core(
     config: EngineConfig,
     costs: StepCosts,
-    output_lens: Mapping[SequenceId, int],
+    outputs: Mapping[SequenceId, RecordedOutput],
     *,
     registry: PluginRegistry | None = None,
     predictor: LifetimePredictorProtocol | None = None,
 ) -> SimulatedCore:
-    """Build a core whose steps take what `costs` says, and whose outputs have these lengths.
+    """Build a core whose steps take what `costs` says, and whose outputs are these.
 
     What the configuration leaves open follows the costs: the blocks that fit, and a step's target. Tiers are
     those of `kv.tiers`; they store nothing and take the costs' time. `predictor` replaces the configured one.
-    Nothing drafts: tokens have no values. Raises ConfigError if the costs lack what the configuration needs.
+    Nothing drafts. Raises ConfigError if the costs lack what the configuration needs.
     """
     config = _with_defaults(config, costs)
     num_blocks, num_seats = config.kv.num_blocks, config.scheduler.max_num_seqs
     assert num_blocks is not None, "the defaults include it"
     clock = VirtualClock()
     modules = Modules(registry or PluginRegistry.load(), config)
-    executor = VirtualExecutor(costs.step, clock, output_lens, num_seats)
+    executor = VirtualExecutor(costs.step, clock, outputs, num_seats)
     sizes = _tiers(config, costs)
 
     def make_offload(memory: KVMemory) -> KVOffloadProtocol:

@@ -3,35 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sagellm.core import ExecutorProtocol, SequenceId, StepCost, StepInput, StepOutput, VirtualClock
+from sagellm.core import (
+    EMPTY,
+    ExecutorProtocol,
+    SequenceId,
+    StepCost,
+    StepInput,
+    StepOutput,
+    TokenIds,
+    VirtualClock,
+)
 from sagellm.core.protocols.step import Runs
 from sagellm.engines.engine_core.step_cost_fit import work_of
 
-TOKEN, END = 0, 1
-"""What is drawn in place of tokens: one that continues an output, and the one that ends it."""
+TOKEN, END = 0, 2**31 - 1
+"""What is drawn where a trace records no tokens, and what ends every output."""
 
-VOCAB_SIZE = 2
+VOCAB_SIZE = END + 1
+
+
+class RecordedOutput(NamedTuple):
+    """What a trace says about an output; a recording has the tokens that a cache keeps, so not the last."""
+
+    num_tokens: int
+    token_ids: TokenIds = EMPTY
+
 
 OnStep = Callable[[StepInput], None]
 """Called with each step before the clock advances."""
 
 
 class VirtualExecutor(ExecutorProtocol):
-    """Advances the clock by a step's predicted duration, and ends outputs at their recorded lengths.
+    """Advances the clock by a step's predicted duration, and draws the outputs that a trace records.
 
-    `output_lens` has the length of each sequence that may arrive. An output ends with END, so that
-    `max_tokens` need not tell the scheduler how long it will be. KV operations take no time.
+    `outputs` has that of each sequence that may arrive. Its last token is END, so that `max_tokens` need not
+    tell the scheduler how long it will be. KV operations take no time.
     """
 
     def __init__(
-        self, cost: StepCost, clock: VirtualClock, output_lens: Mapping[SequenceId, int], num_seats: int
+        self,
+        cost: StepCost,
+        clock: VirtualClock,
+        outputs: Mapping[SequenceId, RecordedOutput],
+        num_seats: int,
     ) -> None:
-        self._cost, self._clock, self._output_lens = cost, clock, output_lens
+        self._cost, self._clock, self._outputs = cost, clock, outputs
         self._last: npt.NDArray[np.int64] = np.zeros(num_seats, np.int64)  # position of END, by seat
+        self._begin: npt.NDArray[np.int64] = np.zeros(num_seats, np.int64)  # of the output, by seat
+        self._tokens: dict[int, npt.NDArray[np.int32]] = {}  # of recorded outputs, by seat
         self._output: StepOutput | None = None
         self.on_step: OnStep | None = None
         self.num_steps = 0  # that computed something
@@ -41,11 +65,23 @@ class VirtualExecutor(ExecutorProtocol):
     def submit(self, step: StepInput) -> None:
         """Advance the clock."""
         for arrival in step.arrivals:
-            self._last[arrival.seat] = arrival.num_prompt + self._output_lens[arrival.sequence_id] - 1
+            output = self._outputs[arrival.sequence_id]
+            self._begin[arrival.seat] = arrival.num_prompt
+            self._last[arrival.seat] = arrival.num_prompt + output.num_tokens - 1
+            self._tokens.pop(arrival.seat, None)
+            if len(output.token_ids):
+                self._tokens[arrival.seat] = np.frombuffer(output.token_ids.data, np.int32)
         counts = step.is_sampled.astype(np.int32)
         sampled = np.flatnonzero(counts)
-        ends = (step.starts + step.num_new)[sampled]
-        ids = np.where(ends >= self._last[step.seats[sampled]], END, TOKEN).astype(np.int32)
+        seats, ends = step.seats[sampled], (step.starts + step.num_new)[sampled]
+        ids = np.full(len(sampled), TOKEN, np.int32)
+        if self._tokens:
+            places = ends - self._begin[seats]
+            for row, (seat, place) in enumerate(zip(seats.tolist(), places.tolist(), strict=True)):
+                tokens = self._tokens.get(seat, ())
+                if place < len(tokens):
+                    ids[row] = tokens[place]
+        ids[ends >= self._last[seats]] = END
         if len(step.seats):
             work = work_of(step)
             self.num_steps += 1
