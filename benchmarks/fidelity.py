@@ -6,8 +6,9 @@ outputs, then runs on the real engine, and once more on virtual time with the fi
 predicted, and the simulated run's total time and TTFT are compared with the real one's. Two rates: one that
 leaves the engine idle at times, one above its capacity (requests a second when all come at once, as
 simulated). There TTFT is the difference between two times, that of service and that of arrivals, so its
-error is a multiple of theirs. Both mixes are measured in turns on one engine, so that a machine whose speed
-drifts does so for both.
+error is a multiple of theirs. Both mixes are measured in turns, so that a machine whose speed drifts does so
+for both. Each run of the load begins on an engine that has just been loaded, as the simulated one does: the
+queue's order, the predictor and the engine's own fit of costs remember what ran before.
 
 With --cpu-time, one thread computes and the clock is the process's CPU time, so that other processes
 of a shared machine count less; idle time is skipped on both sides.
@@ -177,6 +178,7 @@ def as_text(found: dict[str, Any]) -> str:
             f"{one['duration_s']:.1f} / {one['simulated_duration_s']:.1f} s",
             f"{one['duration_error']:+.1%}",
             f"{one['busy_error']:+.1%}",
+            " … ".join(f"{end(run['mean_ttft_s'] for run in one['runs']):.3f}" for end in (min, max)),
             f"{one['mean_ttft_s']:.3f} / {one['simulated_mean_ttft_s']:.3f} s",
             f"{one['ttft_error']:+.1%}",
         )
@@ -184,7 +186,7 @@ def as_text(found: dict[str, Any]) -> str:
     ]
     head = (
         "LOAD", "REQUESTS", "STEPS, SIMULATED", "STEP ERROR", "TIME, SIMULATED", "ERROR", "BUSY ERROR",
-        "MEAN TTFT, SIMULATED", "ERROR",
+        "MEAN TTFT OF RUNS", "MEDIAN, SIMULATED", "ERROR",
     )  # fmt: skip
     return (
         f"the host takes {found['host_step_ns'] / 1e3:.0f} µs between steps, "
@@ -241,8 +243,8 @@ def main() -> None:
                 first, _ = fit_steps(steps, recorded.costs())
                 loads = choose_loads(requests, config, first, options.loads)
             for name, load in loads.items():
-                recorded.core.kv.clear_cache()
-                reals.setdefault(name, []).append(recorded.run(requests, load))
+                with RecordedCore(config, runtime) as fresh:
+                    reals.setdefault(name, []).append(fresh.run(requests, load))
         bare = recorded.costs()
     costs, fit = fit_steps(steps, bare)
     judged = {name: judge(reals[name], requests, config, load, costs) for name, load in loads.items()}

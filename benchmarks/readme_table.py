@@ -379,6 +379,18 @@ def _predict_us(result: dict[str, Any]) -> str:
     )
 
 
+def _fidelity(result: dict[str, Any]) -> str:
+    texts = []
+    for name, one in result["loads"].items():
+        ttfts = [1e3 * run["mean_ttft_s"] for run in one["runs"]]
+        texts.append(
+            f"{name}: a step {share(one['median_step_error'], 1)} off, all steps {gain(one['busy_error'])}, "
+            f"mean TTFT {gain(one['ttft_error'])} ({1e3 * one['simulated_mean_ttft_s']:.0f} ms; "
+            f"{len(ttfts)} real runs had {min(ttfts):.0f} to {max(ttfts):.0f})"
+        )
+    return "<br/>".join(texts)
+
+
 def _beside_vllm(*results: dict[str, Any]) -> str:
     texts = []
     for name, result in zip(("embedded model", "0.6B in float32, Zen 3"), results, strict=True):
@@ -464,6 +476,11 @@ TARGETS = [
         (MIXED, MIXED_FLOAT32),
         f"{BENCHMARK}, {BENCHMARK_FLOAT32}",
         _beside_vllm,
+    ),
+        "simulated: steps ≤ 15 % off, TTFT under overload ≤ 8 %",
+        ("fidelity-embedded",),
+        "fidelity.py --cpu-time",
+        _fidelity,
     ),
     Target("continuous batching × 3–5", ("forward-amx-2core",), "forward_peers.py MODEL", _batched),
     Target(

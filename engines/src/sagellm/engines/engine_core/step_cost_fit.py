@@ -94,15 +94,22 @@ class StepCostFit:
 
 
 def fit_step_cost(steps: Iterable[tuple[StepWork, int]]) -> StepCost:
-    """Fit recorded steps: amounts, nanoseconds. Outliers count less. Raises ValueError without steps."""
+    """Fit recorded steps: amounts, nanoseconds. Raises ValueError without steps.
+
+    A step weighs as its duration, so that neither the many short steps nor the few long ones decide what all
+    cost. Outliers count less.
+    """
     table = np.array([(1.0, *work, took_ns) for work, took_ns in steps])
     if not len(table):
         raise ValueError("there are no steps to fit")
-    rows = table[:, :-1] / table[:, -1:]
-    weights = np.ones(len(rows))
-    for _ in range(10):
-        found = _non_negative((rows * weights[:, None]).T @ rows, weights @ rows)
-        weights = np.minimum(1.0, 0.1 / np.maximum(np.abs(rows @ found - 1), 1e-9))
+    amounts, took_ns = table[:, :-1], table[:, -1]
+    predicted_ns = took_ns
+    for _ in range(20):
+        errors = np.abs(took_ns / predicted_ns - 1)
+        weights = np.minimum(1.0, 0.1 / np.maximum(errors, 1e-9)) / predicted_ns
+        weighted = (amounts * weights[:, None]).T
+        found = _non_negative(weighted @ amounts, weighted @ took_ns)
+        predicted_ns = np.maximum(amounts @ found, 1.0)
     return _cost(found)
 
 
