@@ -477,6 +477,7 @@ TARGETS = [
         f"{BENCHMARK}, {BENCHMARK_FLOAT32}",
         _beside_vllm,
     ),
+    Target(
         "simulated: steps ≤ 15 % off, TTFT under overload ≤ 8 %",
         ("fidelity-embedded",),
         "fidelity.py --cpu-time",
