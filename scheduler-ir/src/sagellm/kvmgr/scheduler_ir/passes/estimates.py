@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 STRETCH = 1.3
 """How much longer than its target a step may take so that prompts get their share."""
+
+_ENDLESS = 1 << 31
+"""Tokens of a prompt that no time is enough for."""
 
 
 def prefill_ns(
@@ -56,23 +60,50 @@ def remaining_output(rows: RequestRows, min_confidence: float) -> npt.NDArray[np
 def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float, min_share: float = 0.0) -> int:
     """Return how many prompt tokens a step can compute beside its decodes in a time.
 
-    What follows the longest running prompt so far. Its tokens get at least `min_share` of the time, even
-    where the decodes and the KV that the prompt reads take all of it; a quarter of that where these alone
-    take more than STRETCH times as long, and in between what keeps the step within STRETCH.
+    Prompts take their time in the order in which the step serves them, each behind what it has computed or
+    what the prefix cache has of it. Their tokens get at least `min_share` of the time, even where the decodes
+    and the KV that the first prompt reads take all of it; a quarter of that where these alone take more than
+    STRETCH times as long, and in between what keeps the step within STRETCH.
     """
     running = ir.running
-    missing = running.num_missing
-    is_decode = missing == 1
+    is_decode = running.num_missing == 1
     num_decodes = int(np.count_nonzero(is_decode))
     context = int(running.num_tokens.sum(where=is_decode, dtype=np.int64))
-    prefilled = running.num_computed_tokens[missing > 1]
-    start = int(prefilled.max()) if len(prefilled) else 0
-    prompt_ns = cost.predict_ns(StepWork(0, 1, start, 0, 1)) - cost.base_ns
     decodes_ns = cost.predict_ns(StepWork(num_decodes, num_decodes, context, context))
+    prompts = _prompts(ir)
+    start, missing = next(prompts, (0, _ENDLESS))
+    prompt_ns = _prompt_ns(cost, start, 0)
     target_ns, fixed_ns = 1e6 * target_ms, decodes_ns + prompt_ns
     share_ns = min_share * target_ns
     least_ns = min(max(STRETCH * target_ns - fixed_ns, share_ns / 4), share_ns)
-    return num_tokens_within(cost, prompt_ns + max(target_ns - fixed_ns, least_ns), start)
+    left_ns, total = prompt_ns + max(target_ns - fixed_ns, least_ns), 0
+    while (fitting := num_tokens_within(cost, left_ns, start)) >= missing:
+        total += missing
+        left_ns -= _prompt_ns(cost, start, missing)
+        start, missing = next(prompts, (0, _ENDLESS))
+    return total + fitting
+
+
+def _prompts(ir: ScheduleIR) -> Iterator[tuple[int, int]]:
+    """Yield the tokens that each prompt has and those that the step may compute, in the order of service."""
+    running = ir.running
+    rows = np.flatnonzero((running.num_missing > 1) & ~np.isin(running.positions, list(ir.preempted)))
+    num_tokens = np.minimum(running.num_missing, ir.caps("running"))[rows]
+    yield from zip(running.num_computed_tokens[rows].tolist(), num_tokens.tolist(), strict=True)
+    if not ir.can_admit:
+        return
+    order, caps = ir.admission, ir.caps("pending")
+    if ir.deferred:
+        order = order[~np.isin(order, list(ir.deferred))]
+    for row in order[: ir.num_free_seats].tolist():
+        num_cached = ir.hits([row])[0].num_tokens
+        yield num_cached, min(max(int(ir.pending.num_tokens[row]) - num_cached, 1), int(caps[row]))
+
+
+def _prompt_ns(cost: StepCost, start: int, num_tokens: int) -> float:
+    """Return what so many tokens behind the first `start` of a prompt add to a step."""
+    num_pairs = num_tokens * (2 * start + num_tokens) // 2
+    return cost.predict_ns(StepWork(num_tokens, 1, start + num_tokens, num_pairs, 1)) - cost.base_ns
 
 
 def num_tokens_within(cost: StepCost, duration_ns: float, start: int) -> int:
