@@ -40,6 +40,27 @@ def order_running(ir: ScheduleIR, order: Places) -> ScheduleIR:
     return ir if np.array_equal(order, ir.preemption) else ir.order_running(order)
 
 
+def make_way(
+    ir: ScheduleIR, waiting: npt.NDArray[np.float64], running: npt.NDArray[np.float64]
+) -> ScheduleIR:
+    """Cap prompts that run below the level of the first waiting request at one token, if that has its blocks.
+
+    A running prompt takes the whole token budget otherwise, for seconds if it is long. Levels are (rows,).
+    Prompts of other tenants make way for positive priorities of trusted tenants only.
+    """
+    rows = ir.running
+    is_prompt = rows.num_missing > 1
+    head = next((row for row in ir.admission.tolist() if row not in ir.deferred), None)
+    if head is None or not is_prompt.any():
+        return ir
+    is_below = is_prompt & (running < waiting[head])
+    if not trusted_priority(ir.pending)[head]:
+        is_below &= rows.tenant == ir.pending.tenant[head]
+    if not is_below.any() or ir.hits([head])[0].num_blocks_needed > ir.available_memory:
+        return ir
+    return ir.cap(1, running=is_below)
+
+
 def trusted_priority(rows: RequestRows) -> npt.NDArray[np.int32]:
     """Return the priorities that hold across tenants: positive ones of trusted tenants, else 0."""
     priority: npt.NDArray[np.int32] = np.where(rows.is_trusted, np.maximum(rows.priority, 0), 0)

@@ -10,7 +10,13 @@ import numpy as np
 from sagellm.core.plugins.options import Limits
 from sagellm.core.protocols.request_rows import RequestRows
 from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulerPassProtocol
-from sagellm.kvmgr.scheduler_ir.passes.ordering import by, may_lack_blocks, order_pending, order_running
+from sagellm.kvmgr.scheduler_ir.passes.ordering import (
+    by,
+    make_way,
+    may_lack_blocks,
+    order_pending,
+    order_running,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -33,24 +39,10 @@ class PriorityBasedPass(SchedulerPassProtocol):
         if ir.can_admit:
             levels = self._levels(ir, ir.pending)
             ir = order_pending(ir, by(-levels, ir.admission))
-            ir = self._make_way(ir, levels)
+            ir = make_way(ir, levels, self._levels(ir, ir.running))
         if may_lack_blocks(ir):
             ir = order_running(ir, by(-self._levels(ir, ir.running), ir.preemption))
         return ir
-
-    def _make_way(self, ir: ScheduleIR, levels: npt.NDArray[np.float64]) -> ScheduleIR:
-        """Cap prompts that run below the level of the first waiting request, if that has its blocks."""
-        running, deferred = ir.running, ir.deferred
-        is_prompt = running.num_missing > 1
-        if not is_prompt.any():
-            return ir
-        head = next((row for row in ir.admission.tolist() if row not in deferred), None)
-        if head is None:
-            return ir
-        below = np.flatnonzero(is_prompt & (self._levels(ir, running) < levels[head]))
-        if not len(below) or ir.hits([head])[0].num_blocks_needed > ir.available_memory:
-            return ir
-        return ir.cap(1, running=below)
 
     def _levels(self, ir: ScheduleIR, rows: RequestRows) -> npt.NDArray[np.float64]:
         levels: npt.NDArray[np.float64] = rows.priority.astype(np.float64) + np.floor(

@@ -14,6 +14,7 @@ from sagellm.kvmgr.scheduler_ir.passes.estimates import decode_ns, prefill_ns, r
 from sagellm.kvmgr.scheduler_ir.passes.known_hits import KnownHits
 from sagellm.kvmgr.scheduler_ir.passes.ordering import (
     by,
+    make_way,
     may_lack_blocks,
     order_pending,
     order_running,
@@ -84,8 +85,8 @@ class ShortestFirstPass(SchedulerPassProtocol):
     A request overtakes older ones only while each of them can still start within `patience` × the longest
     time that requests of the last minute would have waited in order of arrival. With about 1, nobody waits
     longer than some would in that order; more gains more for short requests, and costs long ones more.
-    Priorities go before this order, but of the requests that have waited `starvation_s`, the oldest goes
-    before all others.
+    Priorities go before this order, and prompts that run make way for a waiting request of a higher one. But
+    of the requests that have waited `starvation_s`, the oldest goes before all others.
     """
 
     name = "shortest"
@@ -108,6 +109,8 @@ class ShortestFirstPass(SchedulerPassProtocol):
             )
             order = self._admission(ir, cached)
             ir = order_pending(ir, self._by_priority(ir, ir.pending, order))
+            if ir.running.num_prefills:
+                ir = make_way(ir, self._levels(ir, ir.pending), self._levels(ir, ir.running))
         if may_lack_blocks(ir) and remaining_output(ir.running, self.min_confidence).any():
             remaining = self._remaining(ir, ir.running, ir.running.num_computed_tokens)
             order = starved_first(ir.running, by(remaining, ir.preemption), ir.now - self.starvation_s)
@@ -141,6 +144,10 @@ class ShortestFirstPass(SchedulerPassProtocol):
         if ir.now - float(rows.arrived_time[oldest]) <= self.starvation_s:
             return order
         return np.concatenate(([oldest], order[order != oldest]))
+
+    def _levels(self, ir: ScheduleIR, rows: RequestRows) -> Floats:
+        is_starved = ir.now - rows.arrived_time > self.starvation_s
+        return np.where(is_starved, np.inf, rows.priority.astype(np.float64))
 
     def _remaining(self, ir: ScheduleIR, rows: RequestRows, starts: npt.NDArray[np.int32]) -> Floats:
         """Return what each request still takes: nanoseconds, or tokens if the cost is unknown."""
