@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,35 +62,48 @@ def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float, m
     """Return how many prompt tokens a step can compute beside its decodes in a time.
 
     Prompts take their time in the order in which the step serves them, each behind what it has computed or
-    what the prefix cache has of it. Their tokens get at least `min_share` of the time, even where the decodes
-    and the KV that the first prompt reads take all of it; a quarter of that where these alone take more than
-    STRETCH times as long, and in between what keeps the step within STRETCH.
+    what the prefix cache has of it. All running ones read that in any case. Tokens get at least `min_share`
+    of the time, even where the decodes and what is read take all of it; a quarter of that where these alone
+    take more than STRETCH times as long, and in between what keeps the step within STRETCH.
     """
     running = ir.running
     is_decode = running.num_missing == 1
     num_decodes = int(np.count_nonzero(is_decode))
     context = int(running.num_tokens.sum(where=is_decode, dtype=np.int64))
-    decodes_ns = cost.predict_ns(StepWork(num_decodes, num_decodes, context, context))
-    prompts = _prompts(ir)
-    start, missing = next(prompts, (0, _ENDLESS))
-    prompt_ns = _prompt_ns(cost, start, 0)
-    target_ns, fixed_ns = 1e6 * target_ms, decodes_ns + prompt_ns
+    fixed_ns = cost.predict_ns(StepWork(num_decodes, num_decodes, context, context))
+    begun = _begun(ir)
+    prompts = [(start, missing, _prompt_ns(cost, start, 0)) for start, missing in begun]
+    waiting = _waiting(ir)
+    if not prompts:
+        start, missing = next(waiting, (0, _ENDLESS))
+        prompts = [(start, missing, _prompt_ns(cost, start, 0))]
+    fixed_ns += sum(read_ns for _, _, read_ns in prompts)
+    target_ns = 1e6 * target_ms
     share_ns = min_share * target_ns
     least_ns = min(max(STRETCH * target_ns - fixed_ns, share_ns / 4), share_ns)
-    left_ns, total = prompt_ns + max(target_ns - fixed_ns, least_ns), 0
-    while (fitting := num_tokens_within(cost, left_ns, start)) >= missing:
+    left_ns, total = max(target_ns - fixed_ns, least_ns), 0
+    more = ((start, missing, 0.0) for start, missing in chain(waiting, repeat((0, _ENDLESS))))
+    for start, missing, read_ns in chain(prompts, more):
+        fitting = num_tokens_within(cost, left_ns + read_ns, start)
+        if fitting < missing:
+            break
         total += missing
-        left_ns -= _prompt_ns(cost, start, missing)
-        start, missing = next(prompts, (0, _ENDLESS))
-    return total + fitting
+        left_ns -= _prompt_ns(cost, start, missing) - read_ns
+    return max(total + fitting, len(begun))
 
 
-def _prompts(ir: ScheduleIR) -> Iterator[tuple[int, int]]:
-    """Yield the tokens that each prompt has and those that the step may compute, in the order of service."""
+def _begun(ir: ScheduleIR) -> list[tuple[int, int]]:
+    """Return the tokens that each running prompt has and those that the step may compute."""
     running = ir.running
-    rows = np.flatnonzero((running.num_missing > 1) & ~np.isin(running.positions, list(ir.preempted)))
-    num_tokens = np.minimum(running.num_missing, ir.caps("running"))[rows]
-    yield from zip(running.num_computed_tokens[rows].tolist(), num_tokens.tolist(), strict=True)
+    num_tokens = np.minimum(running.num_missing, ir.caps("running"))
+    rows = np.flatnonzero((running.num_missing > 1) & (num_tokens > 0))
+    if ir.preempted:
+        rows = rows[~np.isin(rows, list(ir.preempted))]
+    return list(zip(running.num_computed_tokens[rows].tolist(), num_tokens[rows].tolist(), strict=True))
+
+
+def _waiting(ir: ScheduleIR) -> Iterator[tuple[int, int]]:
+    """Yield the same for each waiting request that may be admitted, in order."""
     if not ir.can_admit:
         return
     order, caps = ir.admission, ir.caps("pending")
