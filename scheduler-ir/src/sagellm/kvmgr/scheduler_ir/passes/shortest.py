@@ -10,7 +10,12 @@ import numpy as np
 
 from sagellm.core.plugins.options import Limits
 from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulePlan, SchedulerPassProtocol
-from sagellm.kvmgr.scheduler_ir.passes.estimates import decode_ns, prefill_ns, remaining_output
+from sagellm.kvmgr.scheduler_ir.passes.estimates import (
+    decode_ns,
+    num_prompt_tokens_within,
+    prefill_ns,
+    remaining_output,
+)
 from sagellm.kvmgr.scheduler_ir.passes.known_hits import KnownHits
 from sagellm.kvmgr.scheduler_ir.passes.ordering import (
     by,
@@ -107,10 +112,12 @@ class ShortestFirstPass(SchedulerPassProtocol):
             cached = queue.hits.update(
                 ir, self.max_probes, lambda rows: [hit.num_tokens for hit in ir.hits(rows)]
             )
-            order = self._admission(ir, cached)
+            remaining = self._remaining(ir, ir.pending, cached)
+            order = self._admission(ir, cached, remaining)
             ir = order_pending(ir, self._by_priority(ir, ir.pending, order))
             if ir.running.num_prefills:
                 ir = make_way(ir, self._levels(ir, ir.pending), self._levels(ir, ir.running))
+                ir = self._leave_to_shorter(ir, cached, remaining)
         if may_lack_blocks(ir) and remaining_output(ir.running, self.min_confidence).any():
             remaining = self._remaining(ir, ir.running, ir.running.num_computed_tokens)
             order = starved_first(ir.running, by(remaining, ir.preemption), ir.now - self.starvation_s)
@@ -123,9 +130,9 @@ class ShortestFirstPass(SchedulerPassProtocol):
             state.admitted_s += float(state.work_s[[entry.row for entry in plan.admitted]].sum())
         state.is_busy = bool(plan.num_deferred or plan.admitted or plan.running.num_prefills)
 
-    def _admission(self, ir: ScheduleIR, cached: npt.NDArray[np.int32]) -> Places:
+    def _admission(self, ir: ScheduleIR, cached: npt.NDArray[np.int32], remaining: Floats) -> Places:
         queue, rows = ir.state, ir.pending
-        remaining, by_age = self._remaining(ir, rows, cached), by(rows.arrived_time, ir.admission)
+        by_age = by(rows.arrived_time, ir.admission)
         if ir.cost is None:  # the engine's first steps
             return by(remaining, by_age)
         # Prompts alone: they are known, and what they take is admitted at a rate of its own in any load.
@@ -136,6 +143,32 @@ class ShortestFirstPass(SchedulerPassProtocol):
         overtakes = np.ones(len(by_age), np.bool_)
         overtakes[1:] = waits_s[1:] <= np.minimum.accumulate(slack_s)[:-1]
         return np.concatenate((by(remaining, by_age[overtakes]), by_age[~overtakes]))
+
+    def _leave_to_shorter(
+        self, ir: ScheduleIR, cached: npt.NDArray[np.int32], remaining: Floats
+    ) -> ScheduleIR:
+        """Give running prompts what shorter ones of their tenants leave of the step."""
+        running, waiting, order = ir.running, ir.pending, ir.admission[: ir.num_free_seats]
+        if ir.cost is None or ir.hits(order[:1])[0].num_blocks_needed > ir.available_memory:
+            return ir
+        left = self._remaining(ir, running, running.num_computed_tokens)
+        num_uncached = np.maximum(waiting.num_tokens - cached, 1)
+        may_wait = running.arrived_time + self.patience * ir.state.longest_s > ir.now
+        budget = min(
+            num_prompt_tokens_within(ir, ir.cost, ir.step_target_ms or 1e9, 0.25), ir.max_num_batched_tokens
+        )
+        is_prompt = running.num_missing > 1
+        for row in np.flatnonzero(is_prompt & may_wait).tolist():
+            tenant, priority = running.tenant[row], running.priority[row]
+            begun = (
+                is_prompt & (left < left[row]) & (running.tenant == tenant) & (running.priority >= priority)
+            )
+            first = order[(waiting.tenant[order] == tenant) & (waiting.priority[order] >= priority)]
+            shorter = first[np.logical_and.accumulate(remaining[first] < left[row])]
+            num_tokens = int(running.num_missing.sum(where=begun)) + int(num_uncached[shorter].sum())
+            if num_tokens:
+                ir = ir.cap(max(budget - num_tokens, 1), running=[row])
+        return ir
 
     def _by_priority(self, ir: ScheduleIR, rows: RequestRows, order: Places) -> Places:
         if rows.priority.min() != rows.priority.max():
