@@ -58,6 +58,14 @@ def remaining_output(rows: RequestRows, min_confidence: float) -> npt.NDArray[np
     return np.minimum(np.where(is_trusted, predicted, predicted[is_trusted].mean()), left).astype(np.float64)
 
 
+def decodes_ns(ir: ScheduleIR, cost: StepCost) -> float:
+    """Return the time of a step with the decodes alone."""
+    is_decode = ir.running.num_missing == 1
+    num_decodes = int(np.count_nonzero(is_decode))
+    context = int(ir.running.num_tokens.sum(where=is_decode, dtype=np.int64))
+    return cost.predict_ns(StepWork(num_decodes, num_decodes, context, context))
+
+
 def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float, min_share: float = 0.0) -> int:
     """Return how many prompt tokens a step can compute beside its decodes in a time.
 
@@ -66,12 +74,7 @@ def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float, m
     of the time, even where the decodes and what is read take all of it; a quarter of that where these alone
     take more than STRETCH times as long, and in between what keeps the step within STRETCH.
     """
-    running = ir.running
-    is_decode = running.num_missing == 1
-    num_decodes = int(np.count_nonzero(is_decode))
-    context = int(running.num_tokens.sum(where=is_decode, dtype=np.int64))
-    fixed_ns = cost.predict_ns(StepWork(num_decodes, num_decodes, context, context))
-    begun = _begun(ir)
+    fixed_ns, begun = decodes_ns(ir, cost), _begun(ir)
     prompts = [(start, missing, _prompt_ns(cost, start, 0)) for start, missing in begun]
     waiting = _waiting(ir)
     if not prompts:

@@ -12,7 +12,8 @@ from sagellm.core.plugins.options import Limits
 from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulePlan, SchedulerPassProtocol
 from sagellm.kvmgr.scheduler_ir.passes.estimates import (
     decode_ns,
-    num_prompt_tokens_within,
+    decodes_ns,
+    num_tokens_within,
     prefill_ns,
     remaining_output,
 )
@@ -147,17 +148,16 @@ class ShortestFirstPass(SchedulerPassProtocol):
     def _leave_to_shorter(
         self, ir: ScheduleIR, cached: npt.NDArray[np.int32], remaining: Floats
     ) -> ScheduleIR:
-        """Give running prompts what shorter ones of their tenants leave of the step."""
+        """Give running prompts what shorter ones of their tenants leave of the step, while they may wait."""
         running, waiting, order = ir.running, ir.pending, ir.admission[: ir.num_free_seats]
         if ir.cost is None or ir.hits(order[:1])[0].num_blocks_needed > ir.available_memory:
             return ir
         left = self._remaining(ir, running, running.num_computed_tokens)
-        num_uncached = np.maximum(waiting.num_tokens - cached, 1)
-        may_wait = running.arrived_time + self.patience * ir.state.longest_s > ir.now
-        budget = min(
-            num_prompt_tokens_within(ir, ir.cost, ir.step_target_ms or 1e9, 0.25), ir.max_num_batched_tokens
-        )
+        begun_ns = prefill_ns(ir.cost, running.num_computed_tokens, running.num_missing)
+        waiting_ns = prefill_ns(ir.cost, cached, np.maximum(waiting.num_tokens - cached, 1))
+        step_ns = 1e6 * (ir.step_target_ms or math.inf) - decodes_ns(ir, ir.cost)
         is_prompt = running.num_missing > 1
+        may_wait = running.arrived_time + self.patience * ir.state.longest_s > ir.now
         for row in np.flatnonzero(is_prompt & may_wait).tolist():
             tenant, priority = running.tenant[row], running.priority[row]
             begun = (
@@ -165,9 +165,12 @@ class ShortestFirstPass(SchedulerPassProtocol):
             )
             first = order[(waiting.tenant[order] == tenant) & (waiting.priority[order] >= priority)]
             shorter = first[np.logical_and.accumulate(remaining[first] < left[row])]
-            num_tokens = int(running.num_missing.sum(where=begun)) + int(num_uncached[shorter].sum())
-            if num_tokens:
-                ir = ir.cap(max(budget - num_tokens, 1), running=[row])
+            shorter_ns = float(begun_ns.sum(where=begun) + waiting_ns[shorter].sum())
+            if shorter_ns:
+                num_tokens = num_tokens_within(
+                    ir.cost, step_ns - shorter_ns, int(running.num_computed_tokens[row])
+                )
+                ir = ir.cap(max(num_tokens, 1), running=[row])
         return ir
 
     def _by_priority(self, ir: ScheduleIR, rows: RequestRows, order: Places) -> Places:
