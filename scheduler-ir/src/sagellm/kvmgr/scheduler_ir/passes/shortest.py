@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sagellm.core.protocols.request_rows import RequestRows
+    from sagellm.core.step_cost import StepCost
 
     Floats = npt.NDArray[np.float64]
     Places = npt.NDArray[np.intp]
@@ -71,10 +72,15 @@ class _Queue:
             self.admitted_s *= decay
             self.busy_s = self.busy_s * decay + passed_s
 
+    @property
+    def slowdown(self) -> float:
+        """How long a part of the queue takes, in times of what it takes alone; no faster than that."""
+        return max(self.busy_s / max(self.admitted_s, 1e-9), 1.0)
+
     def waits_s(self, work_s: Floats) -> Floats:
         """Return how long the queue takes for each part of its work: (rows,)."""
         self.work_s = work_s
-        waits_s = work_s * max(self.busy_s / max(self.admitted_s, 1e-9), 1.0)  # no faster than alone
+        waits_s = work_s * self.slowdown
         self.longest_s = max(self.longest_s, float(waits_s.sum()))
         return waits_s
 
@@ -91,6 +97,8 @@ class ShortestFirstPass(SchedulerPassProtocol):
     A request overtakes older ones only while each of them can still start within `patience` × the longest
     time that requests of the last minute would have waited in order of arrival. With about 1, nobody waits
     longer than some would in that order; more gains more for short requests, and costs long ones more.
+    A prompt that runs gets what shorter ones leave of a step, until it is that old.
+
     Priorities go before this order, and prompts that run make way for a waiting request of a higher one. But
     of the requests that have waited `starvation_s`, the oldest goes before all others.
     """
@@ -139,8 +147,9 @@ class ShortestFirstPass(SchedulerPassProtocol):
         # Prompts alone: they are known, and what they take is admitted at a rate of its own in any load.
         prompts_s = prefill_ns(ir.cost, cached, np.maximum(rows.num_tokens - cached, 1)) / 1e9
         waits_s = queue.waits_s(prompts_s)[by_age]
+        begun_s = _begun_ns(ir, ir.cost).sum() / 1e9
         latest_s = rows.arrived_time[by_age] + self.patience * queue.longest_s
-        slack_s = latest_s - ir.now - (np.cumsum(waits_s) - waits_s)
+        slack_s = latest_s - ir.now - queue.slowdown * begun_s - (np.cumsum(waits_s) - waits_s)
         overtakes = np.ones(len(by_age), np.bool_)
         overtakes[1:] = waits_s[1:] <= np.minimum.accumulate(slack_s)[:-1]
         return np.concatenate((by(remaining, by_age[overtakes]), by_age[~overtakes]))
@@ -153,24 +162,19 @@ class ShortestFirstPass(SchedulerPassProtocol):
         if ir.cost is None or ir.hits(order[:1])[0].num_blocks_needed > ir.available_memory:
             return ir
         left = self._remaining(ir, running, running.num_computed_tokens)
-        begun_ns = prefill_ns(ir.cost, running.num_computed_tokens, running.num_missing)
+        begun_ns = _begun_ns(ir, ir.cost)
         waiting_ns = prefill_ns(ir.cost, cached, np.maximum(waiting.num_tokens - cached, 1))
         step_ns = 1e6 * (ir.step_target_ms or math.inf) - decodes_ns(ir, ir.cost)
-        is_prompt = running.num_missing > 1
         may_wait = running.arrived_time + self.patience * ir.state.longest_s > ir.now
-        for row in np.flatnonzero(is_prompt & may_wait).tolist():
+        for row in np.flatnonzero(may_wait & (begun_ns > 0)).tolist():
             tenant, priority = running.tenant[row], running.priority[row]
-            begun = (
-                is_prompt & (left < left[row]) & (running.tenant == tenant) & (running.priority >= priority)
-            )
+            is_own = (running.tenant == tenant) & (running.priority >= priority)
+            shorter_ns = begun_ns.sum(where=is_own & (left < left[row]))
             first = order[(waiting.tenant[order] == tenant) & (waiting.priority[order] >= priority)]
-            shorter = first[np.logical_and.accumulate(remaining[first] < left[row])]
-            shorter_ns = float(begun_ns.sum(where=begun) + waiting_ns[shorter].sum())
+            shorter_ns += waiting_ns[first[np.logical_and.accumulate(remaining[first] < left[row])]].sum()
             if shorter_ns:
-                num_tokens = num_tokens_within(
-                    ir.cost, step_ns - shorter_ns, int(running.num_computed_tokens[row])
-                )
-                ir = ir.cap(max(num_tokens, 1), running=[row])
+                start = int(running.num_computed_tokens[row])
+                ir = ir.cap(max(num_tokens_within(ir.cost, step_ns - shorter_ns, start), 1), running=[row])
         return ir
 
     def _by_priority(self, ir: ScheduleIR, rows: RequestRows, order: Places) -> Places:
@@ -194,3 +198,10 @@ class ShortestFirstPass(SchedulerPassProtocol):
         contexts = rows.num_tokens + (output / 2).astype(np.int64)
         decodes = output * decode_ns(ir.cost, contexts, len(ir.running) + 1)
         return prefill_ns(ir.cost, starts, uncomputed) + decodes
+
+
+def _begun_ns(ir: ScheduleIR, cost: StepCost) -> Floats:
+    """Return what each running prompt still takes, and 0 for a decode: (running,)."""
+    running = ir.running
+    taken = prefill_ns(cost, running.num_computed_tokens, running.num_missing)
+    return np.where(running.num_missing > 1, taken, 0.0)
