@@ -159,12 +159,14 @@ class ShortestFirstPass(SchedulerPassProtocol):
     ) -> ScheduleIR:
         """Give running prompts what shorter ones of their tenants leave of the step, while they may wait."""
         running, waiting, order = ir.running, ir.pending, ir.admission[: ir.num_free_seats]
-        if ir.cost is None or ir.hits(order[:1])[0].num_blocks_needed > ir.available_memory:
+        if ir.cost is None or ir.step_target_ms is None:
+            return ir  # nothing says when a step is full
+        if ir.hits(order[:1])[0].num_blocks_needed > ir.available_memory:
             return ir
         left = self._remaining(ir, running, running.num_computed_tokens)
         begun_ns = _begun_ns(ir, ir.cost)
         waiting_ns = prefill_ns(ir.cost, cached, np.maximum(waiting.num_tokens - cached, 1))
-        step_ns = 1e6 * (ir.step_target_ms or math.inf) - decodes_ns(ir, ir.cost)
+        step_ns = 1e6 * ir.step_target_ms - decodes_ns(ir, ir.cost)
         may_wait = running.arrived_time + self.patience * ir.state.longest_s > ir.now
         for row in np.flatnonzero(may_wait & (begun_ns > 0)).tolist():
             tenant, priority = running.tenant[row], running.priority[row]
