@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +42,10 @@ class Target:
     figure: Callable[..., str]
 
 
-MIXED, MIXED_FLOAT32 = "mixed-embedded-amx-2core", "mixed-0.6b-float32-avx2-2core"
+MIXED = ("mixed-embedded-amx-2core", "mixed-0.6b-bf16-amx-2core")
 BENCHMARK = (
     "sage llm benchmark --enable-prefix-cache --enable-predictive-eviction --scheduler-ir base "
-    "--duration 300 --workload mixed --num-blocks 2000 --peer vllm=PYTHON"
-)
-BENCHMARK_FLOAT32 = (
-    "sage llm benchmark --workload mixed --model MODEL --dtype float32 --duration 300 --concurrency 8 "
-    "--num-blocks 300 --peer 'vllm=PYTHON --enforce-eager --max-num-batched-tokens 512'"
+    "--duration 300 --workload mixed --num-blocks 2000 --model MODEL --peer vllm=PYTHON"
 )
 KV_MICRO, POLICIES = "kv-micro-amx-2core", "policies-h200-8b"
 ON_MOONCAKE = "policies-mooncake-h200-8b"
@@ -226,17 +222,25 @@ def _hit_rate(reference: dict[str, Any], mixed: dict[str, Any]) -> str:
     )
 
 
-def _saved(result: dict[str, Any], mixed: dict[str, Any]) -> str:
+def _by_model(mixed: Sequence[dict[str, Any]]) -> Iterable[tuple[str, dict[str, dict[str, float]]]]:
+    """Yield each model's figures under the mixed load beside its name."""
+    return zip(("embedded model", "0.6B"), (result["figures"] for result in mixed), strict=True)
+
+
+def _saved(result: dict[str, Any], *mixed: dict[str, Any]) -> str:
     lru, ours = (result["policies"][name] for name in ("lru", "reuse"))
     by_capacity = "<br/>".join(
         f"{a['capacity']:,} blocks {share(b['token_saving'], 1)} (LRU {share(a['token_saving'], 1)})"
         for a, b in zip(lru, ours, strict=True)
     )
-    figures = mixed["figures"]
-    return (
-        f"mixed load, served: {share(figures['saturated.token_saving']['sagellm'], 1)} where "
+    served = "<br/>".join(
+        f"{name} {share(figures['saturated.token_saving']['sagellm'], 1)} where "
         f"{share(figures['saturated.ideal_hit_rate']['sagellm'], 1)} is possible; "
-        f"vLLM {share(figures['saturated.token_hit_rate']['vllm'], 1)}<br/>"
+        f"vLLM {share(figures['saturated.token_hit_rate']['vllm'], 1)}"
+        for name, figures in _by_model(mixed)
+    )
+    return (
+        f"mixed load, served:<br/>{served}<br/>"
         f"Mooncake's conversations, where {share(result['unlimited'], 1)} is possible:<br/>{by_capacity}"
     )
 
@@ -260,11 +264,14 @@ def _fragmentation(result: dict[str, Any]) -> str:
     )
 
 
-def _utilisation(capacity: dict[str, Any], mixed: dict[str, Any]) -> str:
-    held = mixed["figures"]["saturated.kv_held_share_under_pressure"]["sagellm"]
+def _utilisation(capacity: dict[str, Any], *mixed: dict[str, Any]) -> str:
+    held = ", ".join(
+        f"{name} {share(figures['saturated.kv_held_share_under_pressure']['sagellm'])}"
+        for name, figures in _by_model(mixed)
+    )
     return (
         f"{share(capacity['utilisation_by_live_tokens']['median'])} of the KV in use holds live tokens<br/>"
-        f"{share(held)} of all blocks hold live or reusable KV from the first eviction on"
+        f"blocks that hold live or reusable KV from the first eviction on: {held}"
     )
 
 
@@ -321,16 +328,18 @@ def _batching(result: dict[str, Any]) -> str:
     )
 
 
-def _urgent(policies: dict[str, Any], mixed: dict[str, Any]) -> str:
+def _urgent(policies: dict[str, Any], *mixed: dict[str, Any]) -> str:
     waits = {name: 1000 * of["urgent_queueing_s"]["p99"] for name, of in policies["priority"].items()}
-    ttft, whole = (mixed["figures"][f"steady.high_priority_{what}_p99_ms"] for what in ("ttft", "e2e"))
-    alone = mixed["figures"]["alone.high_priority_ttft_median_ms"]
-    return (
-        f"wait: `priority` {waits['order=priority']:,.0f} ms, in order of arrival {waits['fcfs']:,.0f}<br/>"
-        f"embedded model, served: first token {ttft['sagellm']:,.0f} ms, alone {alone['sagellm']:,.0f}; "
-        f"vLLM {ttft['vllm']:,.0f}, alone {alone['vllm']:,.0f}<br/>"
-        f"whole answer {whole['sagellm']:,.0f} ms; vLLM {whole['vllm']:,.0f}"
-    )
+    texts = [f"wait: `priority` {waits['order=priority']:,.0f} ms, in order of arrival {waits['fcfs']:,.0f}"]
+    for name, figures in _by_model(mixed):
+        ttft, whole = (figures[f"steady.high_priority_{what}_p99_ms"] for what in ("ttft", "e2e"))
+        alone = figures["alone.high_priority_ttft_median_ms"]
+        texts.append(
+            f"{name}, served: first token {ttft['sagellm']:,.0f} ms, alone {alone['sagellm']:,.0f}; "
+            f"vLLM {ttft['vllm']:,.0f}, alone {alone['vllm']:,.0f}; "
+            f"whole answer {whole['sagellm']:,.0f}; vLLM {whole['vllm']:,.0f}"
+        )
+    return "<br/>".join(texts)
 
 
 _CONTROLS = ("constant median", "median by prompt length", "best constant in hindsight")
@@ -391,13 +400,13 @@ def _fidelity(result: dict[str, Any]) -> str:
     return "<br/>".join(texts)
 
 
-def _beside_vllm(*results: dict[str, Any]) -> str:
+def _beside_vllm(*mixed: dict[str, Any]) -> str:
     texts = []
-    for name, result in zip(("embedded model", "0.6B in float32, Zen 3"), results, strict=True):
-        rates = result["figures"]["saturated.output_throughput_tokens_per_s"]
+    for name, figures in _by_model(mixed):
+        rates = figures["saturated.output_throughput_tokens_per_s"]
         ours, vllm = rates["sagellm"], rates["vllm"]
         texts.append(f"{name}: {ours:,.1f} tokens/s; vLLM {vllm:,.1f} ({gain(ours / vllm - 1)})")
-    return f"mixed load, output, {'<br/>'.join(texts)}"
+    return f"mixed load, output:<br/>{'<br/>'.join(texts)}"
 
 
 def _batched(result: dict[str, Any]) -> str:
@@ -409,13 +418,13 @@ def _batched(result: dict[str, Any]) -> str:
 TARGETS = [
     Target(
         "hit rate ≥ 60 % where the load allows it",
-        ("reference-experiment", MIXED),
+        ("reference-experiment", MIXED[0]),
         f"reference_experiment.py, {BENCHMARK}",
         _hit_rate,
     ),
     Target(
         "prompt tokens saved ≥ 30 %",
-        ("eviction", MIXED),
+        ("eviction", *MIXED),
         f"eviction.py TRACE, {BENCHMARK}",
         _saved,
     ),
@@ -426,7 +435,7 @@ TARGETS = [
     Target("fragmentation < 10 %", ("fragmentation-zen4-2core",), "fragmentation.py", _fragmentation),
     Target(
         "utilisation of KV memory ≥ 90 %",
-        ("paged_capacity", MIXED),
+        ("paged_capacity", *MIXED),
         f"paged_capacity.py, {BENCHMARK}",
         _utilisation,
     ),
@@ -448,7 +457,7 @@ TARGETS = [
     Target("batching efficiency ≥ 0.85", (ON_MOONCAKE,), "policies.py --traces DIR", _batching),
     Target(
         "P99 of urgent requests < 500 ms",
-        (ON_MOONCAKE, MIXED),
+        (ON_MOONCAKE, *MIXED),
         f"policies.py --traces DIR, {BENCHMARK}",
         _urgent,
     ),
@@ -473,8 +482,8 @@ TARGETS = [
     ),
     Target(
         "throughput +25 % over vLLM",
-        (MIXED, MIXED_FLOAT32),
-        f"{BENCHMARK}, {BENCHMARK_FLOAT32}",
+        MIXED,
+        BENCHMARK,
         _beside_vllm,
     ),
     Target(
@@ -653,15 +662,15 @@ SERVED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def served_table(folder: Path = RESULTS) -> str:
-    """Return the embedded model's figures under the mixed load, ours and vLLM's."""
-    result = kept(folder, MIXED)
-    lines = ["| | ours | vLLM |", "|---|---|---|"]
+    """Return both models' figures under the mixed load, ours and vLLM's."""
+    results = [kept(folder, name) for name in MIXED]
+    columns = [(figures, server) for _, figures in _by_model(results) for server in ("sagellm", "vllm")]
+    lines = ["| | embedded model: ours | vLLM | Qwen3-0.6B shape: ours | vLLM |", "|---|---|---|---|---|"]
     for what, name, show in SERVED:
-        row = result["figures"][name]
-        values = (row.get(server) for server in ("sagellm", "vllm"))
+        values = (figures[name].get(server) for figures, server in columns)
         lines.append(f"| {what} | {' | '.join('–' if one is None else show(one) for one in values)} |")
-    load = f"Steady: {result['rates']['steady']:.2g} requests/s"
-    lines += ["", f"{load}. {machine(result['machine'])}; `{BENCHMARK}`."]
+    rates = " and ".join(f"{result['rates']['steady']:.2g}" for result in results)
+    lines += ["", f"Steady: {rates} requests/s. {machine(results[0]['machine'])}; `{BENCHMARK}`."]
     return "\n".join(lines) + "\n"
 
 
