@@ -72,7 +72,8 @@ def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float, m
     Prompts take their time in the order in which the step serves them, each behind what it has computed or
     what the prefix cache has of it. All running ones read that in any case. Tokens get at least `min_share`
     of the time, even where the decodes and what is read take all of it; a quarter of that where these alone
-    take more than STRETCH times as long, and in between what keeps the step within STRETCH.
+    take more than STRETCH times as long, and in between what keeps the step within STRETCH. What is more
+    than the step's token budget is not told apart.
     """
     fixed_ns, begun = decodes_ns(ir, cost), _begun(ir)
     prompts = [(start, missing, _prompt_ns(cost, start, 0)) for start, missing in begun]
@@ -87,6 +88,8 @@ def num_prompt_tokens_within(ir: ScheduleIR, cost: StepCost, target_ms: float, m
     left_ns, total = max(target_ns - fixed_ns, least_ns), 0
     more = ((start, missing, 0.0) for start, missing in chain(waiting, repeat((0, _ENDLESS))))
     for start, missing, read_ns in chain(prompts, more):
+        if total >= ir.max_num_batched_tokens:
+            return total
         fitting = num_tokens_within(cost, left_ns + read_ns, start)
         if fitting < missing:
             break
