@@ -328,7 +328,7 @@ def _name(one: dict[str, Any]) -> str:
 
 def judge_predictors(options: argparse.Namespace) -> Rows:
     """Compare predictors where outputs take most of the time, and where prompts do."""
-    served: dict[str, Any] = {"limit": options.limit or 800, "share_learnt": LEARNT_SHARE}
+    served: dict[str, Any] = {"limit": options.limit, "share_learnt": LEARNT_SHARE}
     azure = Source(name="azure_conv", trace=AZURE, max_prompt=SHORT, **served)
     chat = Source(name="embedded_chat", trace=CHAT, **served)
     cells = list(product((azure, chat), (FEW_SEATS, None), PREDICTOR_LOADS, (ALONE, PATIENT)))
