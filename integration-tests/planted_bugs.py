@@ -614,7 +614,7 @@ def a_lost_block_skipped() -> None:
 @bug(
     "A fetch begins before the copies that wait for a step, one of which may read its blocks.",
     caught_by="engines/tests/test_tier_simulation.py"
-    "::test_a_fetch_into_the_source_of_a_copy_comes_after_the_copy",
+    "::test_a_fetch_begins_after_the_copies_that_wait_for_a_step",
 )
 def a_fetch_before_the_copies() -> None:
     from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sagellm.core import (
+    BlockId,
     ForwardBackendProtocol,
     ForwardMetrics,
     KVGroup,
@@ -202,11 +203,13 @@ class Simulation:
     def _add(self, number):
         family = self.random.choice(self.families)
         prompt = family[: self.random.randint(4, len(family))] + self._tokens(self.random.randint(1, 8))
-        name = str(number)
+        self._send(str(number), prompt, self.random.randint(1, 16))
+
+    def _send(self, name, prompt, max_tokens):
         request = Request(
             request_id=RequestId(name),
             token_ids=pack(prompt),
-            max_tokens=self.random.randint(1, 16),
+            max_tokens=max_tokens,
             arrival_ns=self.runtime.clock.now_ns(),
         )
         sequence = QueuedSequence(SequenceId(name), request, PARAMS, 0, frozenset())
@@ -249,14 +252,33 @@ def test_no_order_of_many_changes_a_token(seed, tmp_path):
     Simulation(seed, tmp_path).run(2_000)
 
 
-def test_a_fetch_into_the_source_of_a_copy_comes_after_the_copy(tmp_path):
-    settings = {
-        "kv.num_blocks": 18,
-        "kv.fetch": "always",
-        "prefix_cache.eviction_policy": "lru",
-        "scheduler.max_num_batched_tokens": 64,
-    }
-    Simulation(16, tmp_path, **settings).run(500)  # this seed fetches into one
+def test_a_fetch_begins_after_the_copies_that_wait_for_a_step(tmp_path):
+    simulation = Simulation(0, tmp_path, **{"kv.fetch": "always"})
+    kv, offload, calls = simulation.core.kv, simulation.offload, []
+    prompt = simulation.families[0]
+    for name in ("first", "again"):
+        simulation._send(name, prompt, 4)
+        if name == "again":
+            # One of the blocks that the fetch gets may be the source of the copy.
+            kv._copies.append((BlockId(0), BlockId(1)))
+            for call in ("copy_now", "begin"):
+                spy(offload, call, calls)
+        while simulation.live:
+            simulation._step()
+        kv.evict(kv.total_blocks)
+        while offload._puts:
+            offload.poll()
+    assert calls[:2] == ["copy_now", "begin"]
+
+
+def spy(owner, name, calls):
+    original = getattr(owner, name)
+
+    def call(*arguments):
+        calls.append(name)
+        return original(*arguments)
+
+    setattr(owner, name, call)
 
 
 def test_a_seed_replays_what_it_did(tmp_path):
