@@ -1,13 +1,25 @@
-"""Ctrl-C waits for the end of a step."""
+"""Ctrl-C waits for the end of a step, and SIGTERM ends a block as Ctrl-C does."""
 
 from __future__ import annotations
 
 import _signal as signals  # type: ignore[import-not-found]  # `signal` makes enums of it, in 16 µs a block
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 _SIGINT = signals.SIGINT
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM raise KeyboardInterrupt in a block, as SIGINT does, while no event loop runs."""
+    before = signals.signal(signals.SIGTERM, signals.default_int_handler)
+    try:
+        yield
+    finally:
+        signals.signal(signals.SIGTERM, before)
 
 
 class HeldInterrupts:

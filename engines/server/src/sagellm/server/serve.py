@@ -22,6 +22,7 @@ from sagellm.core import ConfigError, PluginRegistry, get_logger
 from sagellm.core.runtime_folder import VARIABLE
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.config.sections import ServerConfig
+from sagellm.engines.held_interrupts import interrupted_by_sigterm
 from sagellm.server.memory import keep_returning_memory
 from sagellm.server.remote.running_engine import EngineLock, EngineState, RunningEngine, check_name
 
@@ -55,7 +56,7 @@ def serve(
     """
     config = _check(config)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # also for all children: a dump would hold users' texts
-    with suppress(KeyboardInterrupt), bind(config.server) as listener, _interrupted_by_signals():
+    with suppress(KeyboardInterrupt), bind(config.server) as listener, interrupted_by_sigterm():
         host, port = listener.getsockname()[:2]
         engine = RunningEngine(
             name=check_name(name or f"engine-{port}"),
@@ -222,16 +223,6 @@ async def _serve(
             finally:
                 if text_runner is not None:
                     await text_runner.close()
-
-
-@contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """Have SIGTERM raise KeyboardInterrupt, as SIGINT does, while no event loop runs."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -36,9 +36,8 @@ class NetworkSource(Source):
 class LearntPredictor(MixturePredictor):
     """Mixes what a trained network says into what statistics say, by how right each has been.
 
-    `weights` names a file written by `sage llm predictor train`. Without one there is no network, and it
-    predicts as `statistical` does. The network runs once, when a request arrives: half a
-    millisecond.
+    `weights` is a file that `sage llm predictor train` wrote; without it, predictions are those of
+    `statistical`. The network runs once, when a request arrives, which takes half a millisecond.
     """
 
     kind = ""

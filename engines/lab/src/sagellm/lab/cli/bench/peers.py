@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +67,7 @@ def _peers(options: dict[str, Any]) -> Result:
     cache without limit would reach.
     """
     from sagellm.engines.cli.model import say_if_embedded
+    from sagellm.engines.held_interrupts import interrupted_by_sigterm
     from sagellm.engines.metrics.limits import engine_limits
     from sagellm.lab.bench.benchmark import headline, measurement_errors, run_benchmark
     from sagellm.lab.bench.results import make_result, request_rows
@@ -78,7 +76,7 @@ def _peers(options: dict[str, Any]) -> Result:
     config = engine_config(_in_our_words(options))
     if settings.base_url is None:
         say_if_embedded(config.model.name)
-    with _interrupted_by_sigterm():  # as the servers end with the block that started them
+    with interrupted_by_sigterm():  # as the servers end with the block that started them
         done = run_benchmark(
             config, settings, measure=engine_limits, say=lambda text: typer.echo(f"{text} …", err=True)
         )
@@ -98,16 +96,6 @@ def _peers(options: dict[str, Any]) -> Result:
             for server, run in runs.items()
         }
     }
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM raise KeyboardInterrupt, as SIGINT does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _settings(options: dict[str, Any]) -> BenchmarkSettings:
