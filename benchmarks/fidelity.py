@@ -6,9 +6,10 @@ outputs, then runs on the real engine, and once more on virtual time with the fi
 predicted, and the simulated run's total time and TTFT are compared with the real one's. Two rates: one that
 leaves the engine idle at times, one above its capacity (requests a second when all come at once, as
 simulated). There TTFT is the difference between two times, that of service and that of arrivals, so its
-error is a multiple of theirs. Both mixes are measured in turns, so that a machine whose speed drifts does so
-for both. Each run of the load begins on an engine that has just been loaded, as the simulated one does: the
-queue's order, the predictor and the engine's own fit of costs remember what ran before.
+error is a multiple of theirs. Both mixes are measured in turns, and a run is simulated with the costs of the
+steps right before and after it, as the speed of a machine drifts. Each run of the load begins on an engine
+that has just been loaded, as the simulated one does: the queue's order, the predictor and the engine's own
+fit of costs remember what ran before.
 
 With --cpu-time, one thread computes and the clock is the process's CPU time, so that other processes
 of a shared machine count less; idle time is skipped on both sides.
@@ -21,10 +22,11 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from random import Random
 from statistics import fmean, median
 from time import process_time_ns, time
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import foreign_cores, output_flags, publish
 
@@ -43,7 +45,6 @@ from sagellm.lab.bench.step_fit import (
 from sagellm.lab.simulation.conversations import ConversationSettings, simulate_clients
 from sagellm.lab.simulation.served_load import LoadSettings, ServedRequest
 from sagellm.lab.simulation.serving import simulate_serving
-from sagellm.lab.simulation.serving_figures import ServingFigures
 from sagellm.lab.simulation.step_costs import StepCosts
 from sagellm.lab.traces.lengths import Lengths
 
@@ -95,58 +96,66 @@ def judged_load(options: argparse.Namespace) -> list[TraceRequest]:
     return sorted(talks + bursts, key=lambda one: one.arrival_s)
 
 
-Real = tuple[list[ServedRequest], list[MeasuredStep]]
+class Run(NamedTuple):
+    """A run of the load on the real engine, and what steps cost around it."""
+
+    served: list[ServedRequest]
+    steps: list[MeasuredStep]
+    costs: StepCosts
 
 
 def judge(
-    reals: Sequence[Real],
-    requests: list[TraceRequest],
-    config: EngineConfig,
-    load: LoadSettings,
-    costs: StepCosts,
+    runs: Sequence[Run], requests: list[TraceRequest], config: EngineConfig, load: LoadSettings
 ) -> dict[str, Any]:
-    """Compare real runs of one load with its simulation; figures are medians over the real runs."""
-    simulated = simulate_serving(requests, config, costs, load=load)
-    figures = simulated.figures
-    ttft_s = fmean(_ttft_s(one) for one in simulated.requests)
-    runs = [_compare(served, steps, costs, figures, ttft_s) for served, steps in reals]
+    """Compare real runs of one load, each with its simulation; figures are medians over the runs."""
+    compared = [_compare(run, requests, config, load) for run in runs]
     return {
         "num_requests": len(requests),
-        "num_steps": len(reals[0][1]),
-        "num_simulated_steps": figures.num_steps,
-        **{name: median(one[name] for one in runs) for name in runs[0]},
-        "simulated_duration_s": figures.duration_s,
-        "simulated_busy_s": figures.busy_s,
-        "simulated_mean_ttft_s": ttft_s,
-        "simulated_token_hit_rate": figures.token_hit_rate,
-        "runs": runs,
+        **{name: median(one[name] for one in compared) for name in compared[0]},
+        "runs": compared,
     }
 
 
 def _compare(
-    served: list[ServedRequest],
-    steps: list[MeasuredStep],
-    costs: StepCosts,
-    figures: ServingFigures,
-    simulated_ttft_s: float,
+    run: Run, requests: list[TraceRequest], config: EngineConfig, load: LoadSettings
 ) -> dict[str, float]:
-    errors = errors_of(costs.step, steps)
-    mean_ttft_s = fmean(_ttft_s(one) for one in served)
-    real_s = max(one.finished_ns or 0 for one in served) / 1e9
-    real_busy_s = sum(one.took_ns for one in steps) / 1e9
+    simulated = simulate_serving(requests, config, run.costs, load=load)
+    figures = simulated.figures
+    simulated_ttft_s = fmean(_ttft_s(one) for one in simulated.requests)
+    mean_ttft_s = fmean(_ttft_s(one) for one in run.served)
+    duration_s = max(one.finished_ns or 0 for one in run.served) / 1e9
+    busy_s = sum(one.took_ns for one in run.steps) / 1e9
+    errors = errors_of(run.costs.step, run.steps)
     return {
+        "num_steps": len(run.steps),
+        "num_simulated_steps": figures.num_steps,
         "median_step_error": median(errors),
         "p90_step_error": percentile(errors, 90),
-        "predicted_steps_total_error": total_error_of(costs.step, steps),
-        "duration_s": real_s,
-        "duration_error": figures.duration_s / real_s - 1,
-        "busy_s": real_busy_s,
-        "busy_error": figures.busy_s / real_busy_s - 1,
+        "median_change": median(_changes(run.steps)),
+        "predicted_steps_total_error": total_error_of(run.costs.step, run.steps),
+        "duration_s": duration_s,
+        "simulated_duration_s": figures.duration_s,
+        "duration_error": figures.duration_s / duration_s - 1,
+        "busy_s": busy_s,
+        "simulated_busy_s": figures.busy_s,
+        "busy_error": figures.busy_s / busy_s - 1,
         "mean_ttft_s": mean_ttft_s,
+        "simulated_mean_ttft_s": simulated_ttft_s,
         "ttft_error": simulated_ttft_s / mean_ttft_s - 1,
-        "token_hit_rate": sum(one.num_cached_tokens for one in served)
-        / sum(one.num_prompt_tokens for one in served),
+        "token_hit_rate": sum(one.num_cached_tokens for one in run.served)
+        / sum(one.num_prompt_tokens for one in run.served),
+        "simulated_token_hit_rate": figures.token_hit_rate,
     }
+
+
+def _changes(steps: Sequence[MeasuredStep]) -> list[float]:
+    """Return by how much a decode of the same sequences took longer or less than the step before it."""
+    return [
+        abs(after.took_ns / before.took_ns - 1)
+        for before, after in pairwise(steps)
+        if before.work.num_prefills == after.work.num_prefills == 0
+        and before.work.num_seqs == after.work.num_seqs
+    ]
 
 
 def _ttft_s(one: ServedRequest) -> float:
@@ -173,8 +182,9 @@ def as_text(found: dict[str, Any]) -> str:
         (
             name,
             f"{one['num_requests']:,}",
-            f"{one['num_steps']:,} / {one['num_simulated_steps']:,}",
+            f"{one['num_steps']:,.0f} / {one['num_simulated_steps']:,.0f}",
             f"{one['median_step_error']:.1%}",
+            f"{one['median_change']:.1%}",
             f"{one['duration_s']:.1f} / {one['simulated_duration_s']:.1f} s",
             f"{one['duration_error']:+.1%}",
             f"{one['busy_error']:+.1%}",
@@ -185,8 +195,8 @@ def as_text(found: dict[str, Any]) -> str:
         for name, one in found["loads"].items()
     ]
     head = (
-        "LOAD", "REQUESTS", "STEPS, SIMULATED", "STEP ERROR", "TIME, SIMULATED", "ERROR", "BUSY ERROR",
-        "MEAN TTFT OF RUNS", "MEDIAN, SIMULATED", "ERROR",
+        "LOAD", "REQUESTS", "STEPS, SIMULATED", "STEP ERROR", "EQUAL STEPS DIFFER BY",
+        "TIME, SIMULATED", "ERROR", "BUSY ERROR", "MEAN TTFT OF RUNS", "MEDIAN, SIMULATED", "ERROR",
     )  # fmt: skip
     return (
         f"the host takes {found['host_step_ns'] / 1e3:.0f} µs between steps, "
@@ -228,26 +238,33 @@ def main() -> None:
         {"model.name": options.model, "model.dtype": options.dtype, "kv.num_blocks": options.num_blocks}
     )
     requests = judged_load(options)
-    fitted = FitSettings(seed=options.seed)
-    steps: list[MeasuredStep] = []
-    loads: dict[str, LoadSettings] = {}
-    reals: dict[str, list[Real]] = {}
+    reals: list[tuple[str, list[ServedRequest], list[MeasuredStep]]] = []
+    parts: list[list[MeasuredStep]] = []  # of the fitted mix: one before each run of a load, and one more
+    part_ns = round(options.fit_s * 1e9 / (options.repeats * len(options.loads) + 1))
     with RecordedCore(config, runtime) as recorded:
-        rounds = recorded.rounds(fitted)
+        rounds, clock = recorded.rounds(FitSettings(seed=options.seed)), recorded.clock
         next(rounds)
-        for _ in range(options.repeats):
-            end_ns = recorded.clock.now_ns() + round(options.fit_s / options.repeats * 1e9)
-            while recorded.clock.now_ns() < end_ns:
-                steps += next(rounds)
-            if not loads:
-                first, _ = fit_steps(steps, recorded.costs())
-                loads = choose_loads(requests, config, first, options.loads)
-            for name, load in loads.items():
-                with RecordedCore(config, runtime) as fresh:
-                    reals.setdefault(name, []).append(fresh.run(requests, load))
+
+        def measure_part() -> None:
+            part: list[MeasuredStep] = []
+            end_ns = clock.now_ns() + part_ns
+            while clock.now_ns() < end_ns:
+                part += next(rounds)
+            parts.append(part)
+
+        measure_part()
+        first, _ = fit_steps(parts[0], recorded.costs())
+        loads = choose_loads(requests, config, first, options.loads)
+        for name in [*loads] * options.repeats:
+            with RecordedCore(config, runtime) as fresh:
+                reals.append((name, *fresh.run(requests, loads[name])))
+            measure_part()
         bare = recorded.costs()
-    costs, fit = fit_steps(steps, bare)
-    judged = {name: judge(reals[name], requests, config, load, costs) for name, load in loads.items()}
+    costs, fit = fit_steps([step for part in parts for step in part], bare)
+    runs: dict[str, list[Run]] = {name: [] for name in loads}
+    for (name, served, steps), before, after in zip(reals, parts, parts[1:], strict=False):
+        runs[name].append(Run(served, steps, fit_steps(before + after, bare)[0]))
+    judged = {name: judge(runs[name], requests, config, load) for name, load in loads.items()}
     host = {"host_step_ns": costs.host_step_ns, "host_request_ns": costs.host_request_ns}
     found = {"model": options.model, "fit": asdict(fit), **host, "loads": judged}
     settings = {name: str(value) for name, value in vars(options).items() if name not in ("save", "json")}

@@ -41,7 +41,7 @@ class PredictionRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class LifetimePrediction:
-    """What is still to come. Use it only when the confidence is above a threshold (0.8 by default).
+    """What is still to come. Whoever asks decides from which confidence on it counts.
 
     The confidence is the chance that this sequence and another running one are in the right order by what is
     predicted of them: 0.5 is as good as none. The whole limit with confidence 0 says that nothing is known;

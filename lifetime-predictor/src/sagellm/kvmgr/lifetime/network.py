@@ -54,19 +54,30 @@ class Network:
 def _read_lstm(weights: Mapping[str, Array], words: Array) -> Array:
     """Return the last state and the mean of all, added: (width,) of (words, width)."""
     inputs = words @ weights["lstm.weight_ih_l0"].T + weights["lstm.bias_ih_l0"] + weights["lstm.bias_hh_l0"]
-    recurrent = weights["lstm.weight_hh_l0"].T.copy()
-    # All gates in one: tanh(x) = 2 · sigmoid(2 x) - 1.
-    scale = np.ones(4 * WIDTH, np.float32)
-    scale[2 * WIDTH : 3 * WIDTH] = 2
-    inputs, recurrent = -inputs * scale, -recurrent * scale
-    state = cell = total = np.zeros(WIDTH, np.float32)
-    for row in inputs:
-        gates = 1 / (1 + np.exp(row + state @ recurrent))
-        taken, kept, new, shown = gates[:WIDTH], gates[WIDTH:64], gates[64:96], gates[96:]
-        cell = kept * cell + taken * (2 * new - 1)
-        state = shown * np.tanh(cell)
-        total = total + state
-    return state + total / np.float32(len(words))
+    # All gates in one: sigmoid(x) = 1 / (1 + exp(-x)), tanh(x) = 2 · sigmoid(2 x) - 1.
+    scale = np.full(4 * WIDTH, -1, np.float32)
+    scale[2 * WIDTH : 3 * WIDTH] = -2
+    inputs *= scale
+    recurrent = np.ascontiguousarray(weights["lstm.weight_hh_l0"].T * scale)
+    gates = np.empty(4 * WIDTH, np.float32)
+    taken, kept, new, shown = gates.reshape(4, WIDTH)
+    states = np.zeros((1 + len(words), WIDTH), np.float32)
+    cell = np.zeros(WIDTH, np.float32)
+    for row, before, state in zip(inputs, states, states[1:], strict=False):
+        np.dot(before, recurrent, out=gates)
+        gates += row
+        np.exp(gates, out=gates)
+        gates += 1
+        np.reciprocal(gates, out=gates)
+        new *= 2
+        new -= 1
+        new *= taken
+        cell *= kept
+        cell += new
+        np.tanh(cell, out=state)
+        state *= shown
+    found: Array = states[-1] + states[1:].mean(0)
+    return found
 
 
 def _read_transformer(weights: Mapping[str, Array], words: Array) -> Array:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from sagellm.lab.simulation.served_load import LoadSettings, ServedRequest
 
 _LEAST_STEPS = 20
+_ROUND_TOKENS = 65_536
 _HELD_OUT = 5
 """One step in so many is not fitted, but judged."""
 
@@ -55,12 +56,14 @@ class FitSettings:
     """How the mix of steps is made: rounds of requests, each run to its end, for `duration_s` seconds.
 
     A round has 1 … `max_seqs` requests with prompts of up to some length below `max_prompt_tokens`, half of
-    which begin alike; both limits are drawn log-uniformly, so the steps cover batches, contexts and chunks
-    of all sizes. Without long contexts beside short chunks nothing would tell their costs apart.
+    which begin alike. Both limits are drawn log-uniformly, that of prompts as the largest of four draws, so
+    the steps cover batches, contexts and chunks of all sizes. Without long contexts beside short chunks
+    nothing would tell their costs apart. All requests of a round have at most 65,536 tokens and half of the
+    KV memory.
     """
 
     duration_s: float = 60.0
-    max_seqs: int = 64
+    max_seqs: int = 256
     max_prompt_tokens: int = 1024
     max_output_tokens: int = 64
     seed: int = 0
@@ -104,11 +107,13 @@ class RecordedCore:
     """A loaded core whose steps are recorded. `clock` is the machine's unless another is given.
 
     All memory of the KV is written first: a page that the machine has yet to give takes longer, and no step
-    tells which of its blocks are on such pages.
+    tells which of its blocks are on such pages. Full collections of garbage stay out of the steps of this
+    process, as they do in a served core's.
     """
 
     def __init__(self, config: EngineConfig, runtime: Runtime | None = None) -> None:
         from sagellm.engines.assembly import load_core
+        from sagellm.server.remote.core_process import settle_collector
 
         recorder, registry = StepRecorder(), PluginRegistry.load()
         registry.register(recorder, distribution="sagellm-step-recorder")
@@ -121,6 +126,7 @@ class RecordedCore:
         while self.core.use_idle_time():  # as a server does
             pass
         self._touch_memory()
+        settle_collector()
 
     def __enter__(self) -> Self:
         return self
@@ -294,10 +300,10 @@ def _step(row: Any, line: int) -> MeasuredStep:
 def _round(rng: Random, settings: FitSettings, vocab_size: int, num_kv_tokens: int) -> list[TraceRequest]:
     """Make requests that all arrive at once and fit into the KV memory together."""
     num_requests = _log_uniform(rng, settings.max_seqs)
-    longest = max(_log_uniform(rng, settings.max_prompt_tokens) for _ in range(2))
+    longest = max(_log_uniform(rng, settings.max_prompt_tokens) for _ in range(4))  # mostly long ones
     common = draw_ids(rng, longest, vocab_size)
     requests: list[TraceRequest] = []
-    num_left = num_kv_tokens // 2
+    num_left = min(num_kv_tokens // 2, _ROUND_TOKENS)
     for _ in range(num_requests):
         num_tokens = rng.randint(1, longest)
         num_left -= num_tokens + settings.max_output_tokens

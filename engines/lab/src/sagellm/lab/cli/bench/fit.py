@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 _FIT = (
     flag("duration_s", float, "SECONDS", "How long to measure. [default: 60]", "--duration"),
-    flag("max_seqs", int, "INT", "Most sequences in a step. [default: 64]"),
+    flag("max_seqs", int, "INT", "Most sequences in a step. [default: 256]"),
     flag("max_prompt_tokens", int, "INT", "Longest prompt. [default: 1024]"),
     flag("max_output_tokens", int, "INT", "Longest output. [default: 64]"),
 )
