@@ -327,6 +327,7 @@ RULES = {
     "caps a waiting request at 0": CAP,
     "caps below 0": CAP,
     "caps above what a count can be": CAP,
+    "lets a waiting request yield": "yield is for running",
     "caps by a fraction": CAP,
     "defers an unknown request": GIVEN_ROWS,
     "defers a request twice": ONCE,

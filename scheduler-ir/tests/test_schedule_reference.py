@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from sagellm.core.protocols.scheduler_ir import Decision
 from sagellm.kvmgr.scheduler_ir import (
     BaseSchedulerIR,
     PrefixHit,
@@ -19,7 +20,7 @@ from sagellm.kvmgr.scheduler_ir import (
 from sagellm.kvmgr.scheduler_ir.hits import PrefixHits
 from sagellm.kvmgr.scheduler_ir.schedule_text import schedule_to_text
 from sagellm.kvmgr.scheduler_ir.step import Step
-from sagellm.testing.schedule_states import decoding_request, make_ir, random_state
+from sagellm.testing.schedule_states import TENANTS, decoding_request, make_ir, random_state
 
 
 class Reference:
@@ -39,9 +40,16 @@ class Reference:
     def cap(self, part: str, row: int) -> int:
         caps = [2**31]
         for each in self.ir.decisions:
-            if (each.kind, each.target) == ("cap", part) and row in each.rows.tolist():
+            if each.target != part or row not in each.rows.tolist():
+                continue
+            if each.kind == "cap" or (each.kind == "yield" and self.may_let_in(row)):
                 caps.append(int(each.value or 0))
         return min(caps)
+
+    def may_let_in(self, row: int) -> bool:
+        own = self.ir.running[row].tenant
+        waiting = [each for row, each in enumerate(self.ir.pending) if row not in self.ir.deferred]
+        return any(each.tenant == own or (each.tenant.is_trusted and each.priority > 0) for each in waiting)
 
     def serve(self) -> None:
         turns, reserved, share = list(self.running), len(self.running), 1
@@ -106,6 +114,7 @@ def decide(ir: ScheduleIR, rng: Random) -> ScheduleIR:
                 lambda ir: ir.cap(
                     rng.choice((0, rng.randint(1, 40))), running=running[rng.randint(0, 2) :: 2]
                 ),
+                lambda ir: ir.yield_to_pending(rng.randint(0, 9), running[rng.randint(0, 2) :: 2]),
                 lambda ir: ir.defer(rng.sample(pending, len(pending) // 2), "later"),
                 lambda ir: ir.preempt(rng.sample(running, len(running) // 3)),
                 lambda ir: ir.lower(max_num_batched_tokens=rng.randint(0, ir.max_num_batched_tokens)),
@@ -134,6 +143,9 @@ def states(seed: int, num_states: int) -> list[ScheduleIR]:
             running[0] = replace(running[0], num_computed_tokens=running[0].num_tokens + 2)
         if rng.random() < 0.3:
             limits = replace(limits, max_num_batched_tokens=rng.randint(1, 3 * len(running) + 1))
+        pending, running = (
+            [replace(each, tenant=rng.choice(TENANTS[::3])) for each in rows] for rows in (pending, running)
+        )
         ir = make_ir((pending, running, limits), step=rng.randint(0, 9))
         made.append(decide(ir, rng) if rng.random() < 0.5 else ir)
     return made
@@ -159,7 +171,18 @@ def test_the_random_schedules_meet_every_case() -> None:
     assert sum(bool(plan.short) for plan in plans) > 300
     assert sum(bool(plan.admitted) for plan in plans) > 300
     assert sum(0 in ir.caps("running") for ir in schedules) > 100
+    yielding = [ir for ir in schedules if any(each.kind == "yield" for each in ir.decisions)]
+    with_caps = [ir.updated(decisions=tuple(map(as_cap, ir.decisions))) for ir in yielding]
+    in_vain = [
+        (ir.caps("running") < other.caps("running")).any()
+        for other, ir in zip(yielding, with_caps, strict=True)
+    ]
+    assert 50 < sum(in_vain) < len(in_vain) - 50
     assert {plan.reason for plan in plans} == {None, "tokens", "seats", "blocks", "preemption", "pass"}
+
+
+def as_cap(decision: Decision) -> Decision:
+    return replace(decision, kind="cap") if decision.kind == "yield" else decision
 
 
 def as_columns(requests: list[ScheduleRequest], rng: Random) -> RequestRows:

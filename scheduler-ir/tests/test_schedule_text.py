@@ -85,6 +85,7 @@ def schedules(draw: st.DrawFn) -> ScheduleIR:
     pending, running = range(len(ir.pending)), range(len(ir.running))
     ir = ir.order_pending(draw(st.permutations(pending))).order_running(draw(st.permutations(running)))
     ir = ir.cap(draw(st.integers(1, 99)), pending=pending, running=running).lower(max_num_seqs=0)
+    ir = ir.yield_to_pending(draw(st.integers(0, 99)), running[1:])
     reason = draw(st.sampled_from(("later", "a = b", "its tenant's limit")))
     return ir.defer(pending[:1], reason).preempt(running[:1], "swap").swap(running[1:])
 

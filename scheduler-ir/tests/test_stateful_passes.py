@@ -27,6 +27,7 @@ from sagellm.core import (
 from sagellm.core.ids import RequestId
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, passes
 from sagellm.kvmgr.scheduler_ir.passes import (
+    AdmissionLimitPass,
     ChunkedPrefillPass,
     FairSharePass,
     MemoryAwarePreemptionPass,
@@ -329,3 +330,21 @@ def test_what_the_queue_takes_follows_the_rate_of_admission() -> None:
         assert plan.num_admitted == 1
         made.observe(plan, state)
     assert state.longest_s == pytest.approx(6.0, rel=0.1)
+
+
+@pytest.mark.parametrize("order", [ShortestFirstPass(), PriorityBasedPass()])
+def test_a_prompt_makes_no_way_for_those_whom_a_later_pass_defers(order):
+    """One running prompt, and a hundred shorter and more urgent ones that its tenant's limit keeps out."""
+    clock = VirtualClock()
+    cost = StepCost(base_ns=1e7, token_ns=1e5)
+    scheduler = BaseSchedulerIR(2048, 8, 16, clock=clock, cost=lambda: cost, step_target_ms=50)
+    scheduler.set_passes([order, AdmissionLimitPass(max_seats=1)])
+    waiting = [request(f"p{number}", 600, priority=1) for number in range(100)]
+    num_computed, num_steps = 100, 0
+    while num_computed < 4000:
+        long = request("long", 4000, num_computed_tokens=num_computed, num_blocks=300)
+        plan = scheduler.schedule(pending_requests=waiting, running_requests=[long], available_memory=1000)
+        num_computed += plan.num_scheduled_tokens
+        num_steps += 1
+        clock.sleep_ns(50_000_000)
+    assert num_steps == 2

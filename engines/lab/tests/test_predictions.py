@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -156,9 +157,10 @@ def test_metrics_that_fail_leave_the_engines_own_scores(make_engine, registry):
     assert metrics == LifetimeMetrics(num_predictions=1, num_updates=1, num_cut=1)
 
 
-def test_a_prediction_that_is_no_number_ends_no_request(make_engine, registry):
+@pytest.mark.parametrize("length", ["long", math.nan, math.inf, -1.0, 1e300])
+def test_a_prediction_that_cannot_be_ends_no_request(make_engine, registry, length):
     engine = make_engine(registry=registry, lifetime_predictor="constant")
-    engine.client.core.parts.predictor._length = "long"
+    engine.client.core.parts.predictor._length = length
     (output,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
     assert output.outputs[0].finish_reason == "length"
     assert engine.client.core.metrics().modules["lifetime_predictor"].num_scored == 0

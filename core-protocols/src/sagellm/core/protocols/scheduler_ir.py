@@ -41,13 +41,14 @@ class Decision:
     |---|---|---|
     | `order` | `pending`, `running` | all rows in their new order |
     | `cap` | `pending`, `running` | tokens that each may compute in this step, at most |
+    | `yield` | `running` | tokens that each may compute at most while one that it yields to is not deferred |
     | `defer` | `pending` | why they are not admitted in this step |
     | `preempt` | `running` | `recompute` or `swap` |
     | `swap` | `running` | nothing: if they are preempted, it is by swap |
     | `lower` | a limit | its new value |
     """
 
-    kind: Literal["order", "cap", "defer", "preempt", "swap", "lower"]
+    kind: Literal["order", "cap", "yield", "defer", "preempt", "swap", "lower"]
     target: Part | Limit
     rows: npt.NDArray[Any]  # positions in the target, read-only; empty for a limit
     value: int | str | None = None
@@ -122,6 +123,12 @@ class ScheduleIR:
         ir = self._decide("cap", "pending", pending, num_tokens)
         return ir._decide("cap", "running", running, num_tokens)
 
+    def yield_to_pending(self, num_tokens: int, running: Rows) -> ScheduleIR:
+        """Cap these running requests, each only while a waiting one of its tenant, or one with a trusted
+        priority, may be admitted: a later pass may defer those for whom it makes room.
+        """
+        return self._decide("yield", "running", running, num_tokens)
+
     def defer(self, rows: Rows, reason: str) -> ScheduleIR:
         """Do not admit these waiting requests in this step; others may overtake them."""
         return self._decide("defer", "pending", rows, reason)
@@ -183,9 +190,20 @@ class ScheduleIR:
 
         caps = np.full(len(getattr(self, part)), MAX_CAP, np.int32)
         for decision in self.decisions:
-            if (decision.kind, decision.target) == ("cap", part):
-                caps[decision.rows] = np.minimum(caps[decision.rows], int(decision.value or 0))
+            if decision.target == part and decision.kind in ("cap", "yield"):
+                rows = decision.rows if decision.kind == "cap" else self._yielding(decision.rows)
+                caps[rows] = np.minimum(caps[rows], int(decision.value or 0))
         return caps
+
+    def _yielding(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the running rows for whom a waiting request is there to yield to."""
+        import numpy as np
+
+        pending, may_start = self.pending, np.ones(len(self.pending), np.bool_)
+        may_start[list(self.deferred)] = False
+        if (may_start & pending.is_trusted & (pending.priority > 0)).any():
+            return rows
+        return rows[np.isin(self.running.tenant[rows], pending.tenant[may_start])]
 
     def updated(self, **values: Any) -> Self:
         """Return a copy with other values: `replace`, for fields only, in 1 µs."""

@@ -24,10 +24,12 @@ from sagellm.core.protocols.scheduler_ir import (
     SchedulerPassProtocol,
 )
 from sagellm.core.runtime import Clock, Randomness, VirtualClock
+from sagellm.core.tenant import DEFAULT_TENANT
 from sagellm.core.tokens import TokenIds
 from sagellm.testing.cost import CPUClock, slowness
 from sagellm.testing.schedule_simulation import Limits, ScheduleSimulation, check_plan
 from sagellm.testing.schedule_states import (
+    TENANTS,
     State,
     decoding_request,
     make_ir,
@@ -86,6 +88,7 @@ FAULTS: dict[str, Callable[[ScheduleIR], Any]] = {
     "caps a waiting request at 0": lambda ir: ir.cap(0, pending=[0]),
     "caps below 0": lambda ir: ir.cap(-1, running=[0]),
     "caps above what a count can be": lambda ir: ir.cap(2**31, pending=[0]),
+    "lets a waiting request yield": lambda ir: _plant(ir, "yield", "pending", ir.admission[:1], 1),
     "caps by a fraction": lambda ir: ir.cap(1.5, pending=[0]),  # type: ignore[arg-type]
     "defers an unknown request": lambda ir: ir.defer([2], "later"),
     "defers a request twice": lambda ir: ir.defer([1, 1], "later"),
@@ -281,6 +284,32 @@ class SchedulerContract(SchedulerPlanContract):
             assert admitted == [row for row in decided.admission.tolist() if row in admitted]
             assert (plan.num_tokens <= decided.caps("running")[plan.rows]).all()
             assert all(entry.num_tokens <= decided.caps("pending")[entry.row] for entry in plan.admitted)
+
+    def test_a_request_yields_only_while_one_of_its_tenant_may_be_admitted(self) -> None:
+        """Or one with a trusted priority: a later pass may defer those for whom an earlier one made room."""
+        limits = Limits(max_num_batched_tokens=64, max_num_seqs=4, block_size=16, available_memory=99)
+        red, gold = TENANTS[1], TENANTS[3]
+        long = replace(decoding_request("long"), num_tokens=500, num_blocks=2, tenant=red)
+        for tenant, priority, deferred, num_tokens in (
+            (red, 0, [], 4),
+            (red, 0, [0], 64),
+            (DEFAULT_TENANT, 5, [], 64),
+            (gold, 0, [], 64),
+            (gold, 1, [], 4),
+            (gold, 1, [0], 64),
+        ):
+            waiting = replace(
+                waiting_request(Random(0), "short"), tenant=tenant, priority=priority, kv_blocks_needed=1
+            )
+            scheduler = self.make_for(limits)
+            scheduler.add_optimization_pass(
+                _Edit(lambda ir, rows=deferred: ir.yield_to_pending(4, [0]).defer(rows, "limit"))  # type: ignore[misc]
+            )
+            plan = self.plan(scheduler, ([waiting], [long], limits))
+            assert plan.num_tokens.tolist() == [num_tokens], (tenant.name, priority, deferred)
+            assert bool(plan.admitted) == (num_tokens == 4), (
+                "what is yielded is what others are admitted with"
+            )
 
     def test_a_pass_keeps_its_state_from_step_to_step(self) -> None:
         """Each pass has its own, from its `start`."""

@@ -287,7 +287,7 @@ class DecisionLog:
         for decision in plan.decisions:
             if decision.kind == "lower":
                 lowered = decision if decision.target == limit else lowered
-            elif decision.kind == "cap":
+            elif decision.kind in ("cap", "yield"):
                 rows = plan.pending if decision.target == "pending" else plan.running
                 self._caps.append((decision, rows.key))
             elif decision.kind == "defer":

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from sagellm.core import (
+    InvalidInputError,
     LifetimeMetrics,
     LifetimePrediction,
     LifetimePredictorProtocol,
@@ -22,6 +23,7 @@ from sagellm.engines.engine_core.observers import Failures
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.engine_core.sequence import Sequence
 
+_MOST_TOKENS = 1 << 31
 _MIN_TOKENS = 8
 """Tokens that a sequence generates at least before its length is predicted once more."""
 
@@ -57,8 +59,8 @@ class Predictions:
                 arrival_ns=request.arrival_ns,
             )
             prediction = self._predictor.predict(asked)
-            sequence.scored = scored_prediction(asked, prediction)
             _take(sequence, prediction, 0)
+            sequence.scored = scored_prediction(asked, prediction)
         self._failures.log(failure.error)
 
     def renew(self) -> None:
@@ -125,5 +127,11 @@ class Predictions:
 
 def _take(sequence: Sequence, prediction: LifetimePrediction, length: int) -> None:
     """Note what is predicted of a sequence with so much output: the mean, by which orders are best."""
-    remaining = prediction.remaining_length if prediction.mean is None else prediction.mean
-    sequence.predicted_tokens, sequence.confidence = length + float(remaining), float(prediction.confidence)
+    median, confidence = float(prediction.remaining_length), float(prediction.confidence)
+    remaining = median if prediction.mean is None else float(prediction.mean)
+    if not (0 <= median < _MOST_TOKENS and 0 <= remaining < _MOST_TOKENS and 0 <= confidence <= 1):
+        raise InvalidInputError(
+            f"what it predicts of {sequence.sequence_id} is not possible: {remaining} tokens "
+            f"(median {median}) with confidence {confidence}"
+        )
+    sequence.predicted_tokens, sequence.confidence = length + remaining, confidence

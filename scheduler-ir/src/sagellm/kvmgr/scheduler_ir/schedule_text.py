@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _HEAD = re.compile(r"step (\d+) at (-?\d+(?:\.\d+)?) s: (.*)")
 _ROW = re.compile(r"  (running|pending) (\d+) (\"(?:[^\"\\]|\\.)*\"|[^\s=]+)( .*)")
 _DECISION = re.compile(
-    r"  (?:(.+?): )?(order|cap|defer|preempt|swap|lower) (\w+)((?: \d+(?:-\d+)?)*)(?: = (.*))?"
+    r"  (?:(.+?): )?(order|cap|yield|defer|preempt|swap|lower) (\w+)((?: \d+(?:-\d+)?)*)(?: = (.*))?"
 )
 _PLAIN = re.compile(r"[^\s=\"]+")
 _LIMIT_NAMES = dict(zip(("available", "tokens", "seats"), LIMITS, strict=True))
@@ -206,7 +206,7 @@ def _row(request_id: str, values: dict[str, Any]) -> ScheduleRequest:
 def _decision(found: re.Match[str], line: int) -> Decision:
     made_by, kind, target, rows, text = found.groups()
     value: Any = text
-    if kind in ("cap", "lower"):
+    if kind in ("cap", "yield", "lower"):
         value = _number(text or "")
         if not isinstance(value, int):
             raise InvalidInputError(f"line {line} has {kind} {target} = {text}; the value must be an integer")

@@ -97,7 +97,7 @@ def _check(decision: Decision, before: ScheduleIR) -> None:
         _check_number(decision, "limits only go down", 0, getattr(before, decision.target))
         return
     _check_rows(decision, len(getattr(before, decision.target)))
-    if decision.kind == "cap":
+    if decision.kind in ("cap", "yield"):
         least = 0 if decision.target == "running" else 1
         _check_number(decision, "a cap is a number of tokens", least, MAX_CAP)
     elif decision.kind == "swap" and decision.value is not None:
@@ -145,6 +145,7 @@ def _some(rows: npt.NDArray[Any]) -> str:
 _TARGETS: Mapping[str, tuple[str, ...]] = {
     "order": ("pending", "running"),
     "cap": ("pending", "running"),
+    "yield": ("running",),
     "defer": ("pending",),
     "preempt": ("running",),
     "swap": ("running",),

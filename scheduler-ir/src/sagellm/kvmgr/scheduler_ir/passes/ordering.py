@@ -43,7 +43,7 @@ def order_running(ir: ScheduleIR, order: Places) -> ScheduleIR:
 def make_way(
     ir: ScheduleIR, waiting: npt.NDArray[np.float64], running: npt.NDArray[np.float64]
 ) -> ScheduleIR:
-    """Cap prompts that run below the level of the first waiting request at one token, if that has its blocks.
+    """Let prompts that run below the level of the first waiting request yield to it, if that has its blocks.
 
     A running prompt takes the whole token budget otherwise, for seconds if it is long. Levels are (rows,).
     Prompts of other tenants make way for positive priorities of trusted tenants only.
@@ -58,7 +58,7 @@ def make_way(
         is_below &= rows.tenant == ir.pending.tenant[head]
     if not is_below.any() or ir.hits([head])[0].num_blocks_needed > ir.available_memory:
         return ir
-    return ir.cap(1, running=is_below)
+    return ir.yield_to_pending(1, is_below)
 
 
 def trusted_priority(rows: RequestRows) -> npt.NDArray[np.int32]:

@@ -24,7 +24,6 @@ from sagellm.kvmgr.scheduler_ir.passes.ordering import (
     may_lack_blocks,
     order_pending,
     order_running,
-    starved_first,
 )
 
 if TYPE_CHECKING:
@@ -129,8 +128,7 @@ class ShortestFirstPass(SchedulerPassProtocol):
                 ir = self._leave_to_shorter(ir, cached, remaining)
         if may_lack_blocks(ir) and remaining_output(ir.running, self.min_confidence).any():
             remaining = self._remaining(ir, ir.running, ir.running.num_computed_tokens)
-            order = starved_first(ir.running, by(remaining, ir.preemption), ir.now - self.starvation_s)
-            ir = order_running(ir, self._by_priority(ir, ir.running, order))
+            ir = order_running(ir, self._by_priority(ir, ir.running, by(remaining, ir.preemption)))
         return ir
 
     def observe(self, plan: SchedulePlan, state: _Queue) -> None:
@@ -171,12 +169,18 @@ class ShortestFirstPass(SchedulerPassProtocol):
         for row in np.flatnonzero(may_wait & (begun_ns > 0)).tolist():
             tenant, priority = running.tenant[row], running.priority[row]
             is_own = (running.tenant == tenant) & (running.priority >= priority)
-            shorter_ns = begun_ns.sum(where=is_own & (left < left[row]))
+            begun_shorter_ns = float(begun_ns.sum(where=is_own & (left < left[row])))
             first = order[(waiting.tenant[order] == tenant) & (waiting.priority[order] >= priority)]
-            shorter_ns += waiting_ns[first[np.logical_and.accumulate(remaining[first] < left[row])]].sum()
-            if shorter_ns:
-                start = int(running.num_computed_tokens[row])
-                ir = ir.cap(max(num_tokens_within(ir.cost, step_ns - shorter_ns, start), 1), running=[row])
+            shorter = first[np.logical_and.accumulate(remaining[first] < left[row])]
+            if not begun_shorter_ns and not len(shorter):
+                continue
+            shorter_ns = begun_shorter_ns + waiting_ns[shorter].sum()
+            start = int(running.num_computed_tokens[row])
+            num_tokens = max(num_tokens_within(ir.cost, step_ns - shorter_ns, start), 1)
+            if begun_shorter_ns:
+                ir = ir.cap(num_tokens, running=[row])
+            else:
+                ir = ir.yield_to_pending(num_tokens, [row])
         return ir
 
     def _by_priority(self, ir: ScheduleIR, rows: RequestRows, order: Places) -> Places:
