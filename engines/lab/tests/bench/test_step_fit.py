@@ -106,6 +106,7 @@ def test_recorded_steps_are_read_back(tmp_path):
     [
         ("{}\n", "line 1 must have num_tokens"),
         ("[1]\n", "line 1 must have"),
+        ("{\n", "line 1: it is not valid JSON"),
         (
             '{"num_tokens": 1, "num_seqs": 0, "num_kv_tokens": 1, "num_pairs": 1, "num_prefills": 0, '
             '"took_ns": 5}',

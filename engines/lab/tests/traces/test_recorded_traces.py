@@ -152,7 +152,7 @@ def test_the_last_line_may_be_torn_and_no_other(tmp_path, caplog):
     assert "line 4, the last one, ends in the middle" in caplog.text
     with path.open("a") as file:
         file.write("\n")
-    with pytest.raises(ConfigError, match=r"line 4: .* is not a JSON object"):
+    with pytest.raises(ConfigError, match=r"line 4: .* is not valid JSON"):
         read_trace(path)
 
 

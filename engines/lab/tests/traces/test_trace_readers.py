@@ -136,9 +136,73 @@ def test_wrong_rows_are_named(row, message):
         read(SageLLMTraceReader(), text)
 
 
+HEAD = {"format": "sagellm-trace", "version": 1}
+OWN = {"arrival_s": 0, "num_prompt_tokens": 1, "num_output_tokens": 1}
+MOONCAKE = {"timestamp": 0, "input_length": 1, "output_length": 1}
+HUGE = int("9" * 400)
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("reader", "row", "name"),
+    [
+        (SageLLMTraceReader, OWN, "arrival_s"),
+        (SageLLMTraceReader, OWN, "num_output_tokens"),
+        (MooncakeTraceReader, MOONCAKE, "timestamp"),
+        (MooncakeTraceReader, MOONCAKE, "hash_ids"),
+        (ChatLogReader, CHAT[0], "timestamp"),
+        (ChatLogReader, CHAT[0], "messages"),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_huge_numbers_and_deep_lines_are_named(tmp_path, reader, row, name, nested):
+    text = json_lines([HEAD] if reader is SageLLMTraceReader else [row])
+    if nested:
+        text, message = text + f'{{"{name}": {DEEP}}}\n', "nested more than 32 deep"
+    else:
+        text, message = text + json_lines([row | {name: HUGE}]), "a number of 400 digits; the limit is 40"
+    with pytest.raises(InvalidInputError, match=f"line 2: .*{message}"):
+        read(reader(), text)
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"line 2: .*{message}"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("first", [DEEP, f'{{"format": {HUGE}}}', '{"format": '])
+def test_a_first_line_that_is_not_to_be_read_has_no_format(tmp_path, first):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f"{first}\n")
+    with pytest.raises(ConfigError, match="no trace reader knows the format"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("given", [HUGE, "warm", None, [1], float("inf"), float("nan")])
+def test_each_parameter_must_be_a_number(given):
+    rows = [HEAD, OWN | {"params": {"top_k": 3, "ignore_eos": True}}, OWN | {"params": {"top_p": given}}]
+    message = "a number of 400 digits" if given == HUGE else r"params\.top_p is .*; it must be a number"
+    with pytest.raises(InvalidInputError, match=f"line 3: .*{message}"):
+        read(SageLLMTraceReader(), json_lines(rows))
+    (found,) = read(SageLLMTraceReader(), json_lines(rows[:2]))
+    assert found.params == {"top_k": 3.0, "ignore_eos": 1.0}
+
+
+@pytest.mark.parametrize("given", ["9" * 400, "1e3"])
+def test_counts_of_tokens_are_whole_and_bounded(given):
+    text = f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,{given},1\n"
+    with pytest.raises(InvalidInputError, match=r"line 2: ContextTokens is .*a whole number of tokens"):
+        read(AzureTraceReader(), text)
+
+
 def test_another_version_of_our_format_is_refused():
     with pytest.raises(InvalidInputError, match="line 1: the head"):
         read(SageLLMTraceReader(), json_lines([{"format": "sagellm-trace", "version": 2}]))
+
+
+def test_blocks_too_large_to_be_made_are_refused():
+    head = HEAD | {"block_tokens": 1 << 53, "recording": "one"}
+    with pytest.raises(InvalidInputError, match="line 1: block_tokens is 9007199254740992; it must be"):
+        read(SageLLMTraceReader(), json_lines([head, OWN | {"block_ids": [3]}]))
 
 
 @pytest.mark.parametrize("num_tokens", [1025, 3_000_000_000])

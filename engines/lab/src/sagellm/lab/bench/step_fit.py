@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
@@ -278,7 +278,7 @@ def read_steps(path: Path) -> list[MeasuredStep]:
     try:
         with path.open("rb") as file:
             for line, text in enumerate(file, 1):
-                steps.append(_step(parse_json(text), line))
+                steps.append(_step(text, line))
     except OSError as error:
         raise ConfigError(f"the steps {path} cannot be read: {error.strerror}") from error
     except ConfigError as error:
@@ -286,8 +286,12 @@ def read_steps(path: Path) -> list[MeasuredStep]:
     return steps
 
 
-def _step(row: Any, line: int) -> MeasuredStep:
+def _step(text: bytes, line: int) -> MeasuredStep:
     names = (*StepWork._fields, "took_ns")
+    try:
+        row = parse_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"line {line}: {error}") from error
     if not isinstance(row, dict) or set(row) != set(names):
         raise ConfigError(f"line {line} must have {', '.join(names)} and nothing else")
     for name in names:

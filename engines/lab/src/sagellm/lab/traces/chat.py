@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import IO, Any
 
 from sagellm.core import InvalidInputError, Tokenize, TraceReaderProtocol, TraceRequest, pack
-from sagellm.lab.traces.lines import has_keys, json_lines, number_of
+from sagellm.lab.traces.lines import first_object, json_lines, number_of
 
 _MILLISECONDS_FROM = 1e11
 """As seconds since 1970 this is the year 5138, so larger numbers are milliseconds."""
@@ -29,7 +29,7 @@ class ChatLogReader(TraceReaderProtocol):
     def can_read(self, name: str, first_line: str) -> bool:
         """Recognize the format by its keys."""
         del name
-        return has_keys(first_line, "timestamp", "messages")
+        return {"timestamp", "messages"} <= first_object(first_line).keys()
 
     def read(self, lines: IO[str]) -> Iterator[TraceRequest]:
         """Yield the lines that are not blank."""

@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import IO, Any
 
-from sagellm.core import InvalidInputError, get_logger
+from sagellm.core import ConfigError, InvalidInputError, get_logger
+from sagellm.engines.config.bounded_json import parse_json
 
 logger = get_logger(__name__)
+
+_MAX_VALUES = 1 << 22  # of a line, which may have the ids of all tokens
+_MAX_TOKENS = 1 << 53
 
 
 def json_lines(lines: IO[str], *, may_be_torn: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the object of each line that is not blank. Raises InvalidInputError.
 
-    If the file `may_be_torn`, a last line without its end that is not an object is left out with a warning.
+    If the file `may_be_torn`, a last line without its end that is not JSON is left out with a warning.
     """
     for number, text in enumerate(iter(lines.readline, ""), 1):
         if not text.strip():
             continue
-        found = _json(text)
-        if may_be_torn and number > 1 and found is None and not text.endswith("\n"):
-            logger.warning("line %d, the last one, ends in the middle and is left out", number)
-            return
+        try:
+            found = _json(text)
+        except ConfigError as error:
+            if may_be_torn and number > 1 and not text.endswith("\n"):
+                logger.warning("line %d, the last one, ends in the middle and is left out", number)
+                return
+            raise InvalidInputError(f"line {number}: {text.strip()[:60]!r}: {error}") from error
         if not isinstance(found, dict):
             raise InvalidInputError(f"line {number}: {text.strip()[:60]!r} is not a JSON object")
         yield number, found
 
 
-def has_keys(first_line: str, *keys: str) -> bool:
-    """Say whether a first line is an object with these keys."""
-    found = _json(first_line)
-    return isinstance(found, dict) and all(key in found for key in keys)
+def first_object(first_line: str) -> dict[str, Any]:
+    """Return the object of a first line, by which readers know their formats, or an empty one."""
+    try:
+        found = _json(first_line)
+    except ConfigError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+    return parse_json(text.encode(errors="surrogatepass"), max_values=_MAX_VALUES)
 
 
 def count_of_tokens(value: object, what: str, line: int) -> int:
@@ -47,8 +53,10 @@ def count_of_tokens(value: object, what: str, line: int) -> int:
         number = int(str(value))
     except ValueError:
         number = -1
-    if number < 0:
-        raise InvalidInputError(f"line {line}: {what} is {value!r}; it must be a whole number of tokens")
+    if not 0 <= number <= _MAX_TOKENS:
+        raise InvalidInputError(
+            f"line {line}: {what} is {value!r:.60}; it must be a whole number of tokens, 0 to 2^53"
+        )
     return number
 
 

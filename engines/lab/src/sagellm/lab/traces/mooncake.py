@@ -9,7 +9,7 @@ from sagellm.core import Tokenize, TraceReaderProtocol, TraceRequest
 from sagellm.lab.traces.lines import (
     check_covered,
     count_of_tokens,
-    has_keys,
+    first_object,
     ints_of,
     json_lines,
     number_of,
@@ -28,7 +28,7 @@ class MooncakeTraceReader(TraceReaderProtocol):
     def can_read(self, name: str, first_line: str) -> bool:
         """Recognize the format by its keys."""
         del name
-        return has_keys(first_line, "timestamp", "input_length")
+        return {"timestamp", "input_length"} <= first_object(first_line).keys()
 
     def read(self, lines: IO[str]) -> Iterator[TraceRequest]:
         """Yield the lines that are not blank."""

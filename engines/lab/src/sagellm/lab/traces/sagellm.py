@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -24,12 +23,14 @@ from sagellm.lab.traces.anonymous import AnonymousRows
 from sagellm.lab.traces.lines import (
     check_covered,
     count_of_tokens,
-    has_keys,
+    first_object,
     ints_of,
     json_lines,
     number_of,
 )
 from sagellm.lab.traces.stand_ins import StandIns
+
+_MAX_BLOCK_TOKENS = 1 << 20
 
 
 class SageLLMTraceReader(TraceReaderProtocol):
@@ -45,7 +46,7 @@ class SageLLMTraceReader(TraceReaderProtocol):
     def can_read(self, name: str, first_line: str) -> bool:
         """Recognize the format by its header."""
         del name
-        return has_keys(first_line, "format", "version") and json.loads(first_line)["format"] == FORMAT
+        return first_object(first_line).get("format") == FORMAT
 
     def read(self, lines: IO[str]) -> Iterator[TraceRequest]:
         """Yield the lines after the header."""
@@ -54,6 +55,10 @@ class SageLLMTraceReader(TraceReaderProtocol):
         if (head.get("format"), head.get("version")) != (FORMAT, VERSION):
             raise InvalidInputError(f"line {line}: the head is not {FORMAT} of version {VERSION}")
         block_tokens = count_of_tokens(head.get("block_tokens", 0), "block_tokens", line)
+        if block_tokens > _MAX_BLOCK_TOKENS:
+            raise InvalidInputError(
+                f"line {line}: block_tokens is {block_tokens}; it must be at most {_MAX_BLOCK_TOKENS}"
+            )
         stand_ins = StandIns(block_tokens) if RECORDING in head else None
         for line, row in rows:
             if "format" in row:
@@ -170,7 +175,10 @@ def _agreement(value: object, line: int) -> tuple[int, int, int] | None:
 def _params(value: object, line: int) -> dict[str, float]:
     if not isinstance(value, dict):
         raise InvalidInputError(f"line {line}: params is {value!r:.60}; it must be an object of numbers")
-    return {str(name): float(number) for name, number in value.items() if isinstance(number, int | float)}
+    return {
+        name: float(each) if isinstance(each, bool) else number_of(each, f"params.{name:.60}", line)
+        for name, each in value.items()
+    }
 
 
 def _finish_reason(value: object, line: int) -> FinishReason | None:
