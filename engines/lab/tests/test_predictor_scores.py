@@ -118,6 +118,24 @@ def test_too_short_traces_are_refused():
         figures_of("x", [])
 
 
+def test_a_trace_in_which_nothing_that_is_scored_ended_is_refused():
+    requests = traffic(60)
+    cut = [replace(one, max_tokens=one.num_output_tokens) for one in requests[42:]]
+    with pytest.raises(ConfigError, match="ended before its limit"):
+        controls([*requests[:42], *cut])
+    endless = [replace(one, num_output_tokens=1 << 17) for one in requests]
+    with pytest.raises(ConfigError, match="ended before its limit"):
+        controls(endless)
+
+
+def test_a_single_answer_is_scored():
+    requests = traffic(60)
+    cut = [replace(one, max_tokens=one.num_output_tokens) for one in requests[42:-1]]
+    found = score_predictor("statistical", make("statistical"), [*requests[:42], *cut, requests[-1]])
+    assert (found.num_scored, found.calibration) == (1, [])
+    assert found.mean_confidence is not None
+
+
 def test_examples_are_of_the_first_part():
     assert len(examples_of(traffic())) == 210
     assert len(examples_of(traffic(), whole=True)) == 300

@@ -63,6 +63,19 @@ def test_what_learns_while_it_serves_is_not_trained(sage, trace, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", ["score", "train"])
+def test_a_trace_without_what_can_be_scored_is_refused_before_all_else(sage, tmp_path, command):
+    requests = [
+        TraceRequest(0.5 * index, 4, 9, token_ids=pack([5, 6, 7, index]), max_tokens=9 if index >= 70 else 99)
+        for index in range(100)
+    ]
+    path, weights = tmp_path / "trace.jsonl", tmp_path / "weights"
+    write_trace(path, requests)
+    found = sage("llm", "predictor", command, str(path), *([str(weights)] if command == "train" else []))
+    assert (found.code, "ended before its limit" in found.err) == (2, True), found.err
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_bad_traces_are_named(sage, tmp_path):
     absent = sage("llm", "predictor", "score", str(tmp_path / "absent"))
     assert (absent.code, "absent" in absent.err) == (2, True)

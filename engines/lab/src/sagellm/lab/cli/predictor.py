@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagellm.core import ConfigError, LifetimePredictorProtocol, PluginRegistry, ProviderSpec
+from sagellm.core import LifetimePredictorProtocol, PluginRegistry, ProviderSpec
 from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.targets import check_targets
@@ -16,7 +16,6 @@ from sagellm.engines.progress import progress_bar
 from sagellm.lab.cli.flags import AsJSON, Overwrite, Reader, Source
 
 if TYPE_CHECKING:
-    from sagellm.core import TraceRequest
     from sagellm.core.protocols.lifetime import TrainingEpoch
     from sagellm.lab.simulation.predictor_scores import PredictorFigures
 
@@ -57,13 +56,15 @@ def train(  # noqa: PLR0913  (flags)
     from sagellm.engines.whole_file import whole_file
     from sagellm.lab.plots import check_plot, plot_training
     from sagellm.lab.simulation.predictor_scores import controls, examples_of, score_predictor
+    from sagellm.lab.traces import read_trace
 
     check_plot(plot)
     check_targets(path, overwrite=overwrite, source=trace)
     registry = PluginRegistry.load()
     target: Any = registry.resolve(_KIND, predictor)
-    requests = _requests(trace, reader)
+    requests = read_trace(trace, name=reader)
     questions = examples_of(requests, whole=whole)
+    beside = [] if whole else controls(requests)
     history: list[TrainingEpoch] = []
     with progress_bar("training", total=epochs, unit="epochs") as advance:
 
@@ -79,7 +80,7 @@ def train(  # noqa: PLR0913  (flags)
         spec = ProviderSpec(predictor, {"weights": str(path)})
         with progress_bar("scoring", total=len(requests), unit="requests") as advance:
             trained: LifetimePredictorProtocol = registry.make(_KIND, spec)
-            figures = [score_predictor(predictor, trained, requests, advance), *controls(requests)]
+            figures = [score_predictor(predictor, trained, requests, advance), *beside]
     if plot is not None:
         plot_training(plot, history, title=f"{predictor} on {trace.name}")
     if as_json:
@@ -123,12 +124,13 @@ def score(
     """
     from sagellm.lab.plots import check_plot, plot_calibration
     from sagellm.lab.simulation.predictor_scores import controls, score_predictor
+    from sagellm.lab.traces import read_trace
 
     check_plot(plot)
     registry = PluginRegistry.load()
     installed = [entry.provider.name for entry in registry.providers(_KIND)]
     specs = [ProviderSpec.of(each) for each in predictor or installed if each != "null"]
-    requests = _requests(trace, reader)
+    requests = read_trace(trace, name=reader)
     made = {spec.text: registry.make(_KIND, spec) for spec in specs}
     found = controls(requests)
     with progress_bar("scoring", total=len(made) * len(requests), unit="requests") as advance:
@@ -156,12 +158,3 @@ def table_of(figures: list[PredictorFigures]) -> str:
         for each in figures
     ]
     return columns(heads, rows)
-
-
-def _requests(path: Path, reader: str | None) -> list[TraceRequest]:
-    from sagellm.lab.traces import read_trace
-
-    requests = sorted(read_trace(path, name=reader), key=lambda one: one.arrival_s)
-    if not any(one.num_output_tokens for one in requests):
-        raise ConfigError(f"{path} has no output lengths")
-    return requests

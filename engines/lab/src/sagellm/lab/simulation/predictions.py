@@ -22,9 +22,11 @@ from sagellm.lab.simulation.prompts import prompt_tokens
 SECONDS_PER_TOKEN = 0.02
 """How long requests are taken to run where a trace does not say."""
 
+NO_LIMIT = 1 << 17
+"""The limit of an output, in tokens, where the trace names none."""
+
 _MAX_BLOCKS = 1 << 24
 _BLOCK_TOKENS = 16  # where a trace has no blocks of its own
-_NO_LIMIT = 1 << 17  # tokens; where the trace names none
 
 
 class Question(NamedTuple):
@@ -84,7 +86,7 @@ def questions(requests: Sequence[TraceRequest]) -> Iterator[Question | Ending]:
         asked = PredictionRequest(
             sequence_id=str(index),
             token_ids=tokens,
-            max_length=one.max_tokens or _NO_LIMIT,
+            max_length=one.max_tokens or NO_LIMIT,
             tenant=one.tenant,
             answers=answers,
             arrival_ns=clock.now_ns(),

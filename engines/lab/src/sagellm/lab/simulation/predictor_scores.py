@@ -11,7 +11,7 @@ from statistics import fmean, median
 from sagellm.core import ConfigError, LifetimePredictorProtocol, TraceRequest
 from sagellm.core.lifetime_scores import rank_correlation
 from sagellm.engines.progress import Advance
-from sagellm.lab.simulation.predictions import Question, predictions, questions
+from sagellm.lab.simulation.predictions import NO_LIMIT, Question, predictions, questions
 
 SPLIT = 0.7
 """Share of a trace, by arrival, that predictors may learn from before they are scored."""
@@ -20,6 +20,10 @@ _MIN_REQUESTS = 20
 _TRUSTED = 0.8
 _NUM_PEERS = 64
 _TENTHS = 10
+_NONE_ENDED = (
+    "no request among those to score, the last 30 % by arrival, ended before its limit of tokens, so the "
+    "length of none is known; take a trace in which some did"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +97,18 @@ def controls(requests: Sequence[TraceRequest]) -> list[PredictorFigures]:
     """Score what needs no predictor.
 
     The median of the first 70 %, alone and by quarters of octaves of the prompt's length, and the best
-    constant in hindsight: the median of what is scored.
+    constant in hindsight: the median of what is scored. Raises ConfigError if nothing can be scored.
     """
     cut = split_of(requests)
+    scored = [one for one in requests[cut:] if one.num_output_tokens < (one.max_tokens or NO_LIMIT)]
+    if not scored:
+        raise ConfigError(_NONE_ENDED)
     lengths = [one.num_output_tokens for one in requests]
     by_prompt: defaultdict[int, list[int]] = defaultdict(list)
     for one in requests[:cut]:
         by_prompt[_quarter(one.num_prompt_tokens)].append(one.num_output_tokens)
     medians = {bucket: median(found) for bucket, found in by_prompt.items()}
     overall = median(lengths[:cut])
-    scored = [one for one in requests[cut:] if not one.max_tokens or one.num_output_tokens < one.max_tokens]
     best = median(one.num_output_tokens for one in scored)
     guesses: dict[str, Callable[[TraceRequest], float]] = {
         "constant median": lambda one: overall,
@@ -125,7 +131,7 @@ def examples_of(requests: Sequence[TraceRequest], *, whole: bool = False) -> lis
 def figures_of(name: str, answers: Sequence[Answer]) -> PredictorFigures:
     """Score predictions. Raises ConfigError if there are none."""
     if not answers:
-        raise ConfigError("no request among those to score ended by itself")
+        raise ConfigError(_NONE_ENDED)
     errors = [(abs(each.length - each.actual_length), each.actual_length) for each in answers]
     intervals = [each for each in answers if each.low is not None and each.high is not None]
     confidences = [each.confidence for each in answers if each.confidence is not None]
@@ -148,7 +154,12 @@ def figures_of(name: str, answers: Sequence[Answer]) -> PredictorFigures:
 
 
 def _calibration(answers: Sequence[Answer]) -> list[tuple[float, float, int]]:
-    """Return claimed and true shares of right orders, by tenths of the predictions, the least sure first."""
+    """Return claimed and true shares of right orders, by tenths of the predictions, the least sure first.
+
+    One prediction alone has no order.
+    """
+    if len(answers) < 2:
+        return []
     claimed = [each.confidence or 0.0 for each in answers]
     edges = sorted(claimed)
     edges = [edges[len(edges) * tenth // _TENTHS] for tenth in range(1, _TENTHS)]
