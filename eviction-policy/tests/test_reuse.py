@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from sagellm.core import CachedNode, NodeId
+from sagellm.core import CachedNode, ConfigError, NodeId
 from sagellm.kvmgr.eviction import ReuseEvictionPolicy
 from sagellm.kvmgr.eviction.return_model import ReturnModel, ReturnModels, TurnFacts, Worth
 from sagellm.kvmgr.eviction.return_ranking import END, LEFT_BEHIND, LIVE, Place, ReturnRanking
@@ -53,6 +53,12 @@ def learn(chance_of: dict[int, float], median_gap_s: float, num_turns: int = 400
             gap_s = median_gap_s * math.exp(random.gauss(0, 0.5))
             due.append((when + gap_s, number + 1, gap_s, log_gaps + math.log(gap_s), index))
     return model
+
+
+@pytest.mark.parametrize("window", [0, -1, 1.5, True, "8192", None, 1 << 40])
+def test_a_window_out_of_range_is_refused(window):
+    with pytest.raises(ConfigError, match=r"window is .*; it must be a whole number of turns"):
+        ReuseEvictionPolicy(window=window)
 
 
 def test_the_model_finds_who_comes_back_and_when():

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from sagellm.core.errors import ConfigError
 from sagellm.core.ids import NodeId, SequenceId
 from sagellm.core.node_ranking import NodeRanking
 from sagellm.core.protocols.eviction import (
@@ -23,6 +24,9 @@ from sagellm.kvmgr.eviction.shadows import Duel, Stretch, Turn
 
 _UNIT_TOKENS = 512
 """Tokens per unit of length in the model."""
+
+_MAX_WINDOW = 1 << 20
+"""Turns to learn from, at most, about 170 bytes each."""
 
 _MIN_SHARE = 0.3
 """An evicted turn counts as back if more than this share of it is."""
@@ -75,10 +79,14 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     otherwise the least recently used leaf goes first.
 
     Each call is O(log nodes), and an insertion O(nodes on its path); learning from the last `window` turns
-    adds 0.1 ms to every fourth.
+    adds 0.1 ms to every fourth. Raises ConfigError for a window that is no whole number of 1 … 1,048,576.
     """
 
     def __init__(self, *, window: int = 8192) -> None:
+        if type(window) is not int or not 1 <= window <= _MAX_WINDOW:
+            raise ConfigError(
+                f"window is {window!r}; it must be a whole number of turns, 1 to {_MAX_WINDOW:,}"
+            )
         self._known: dict[NodeId, _Known] = {}
         self._gone: OrderedDict[NodeId, Turn] = OrderedDict()
         self._by_use = NodeRanking(_LAST_USE)
