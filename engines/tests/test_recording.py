@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -190,6 +191,27 @@ def test_a_device_that_is_full_ends_the_recording_alone(make_engine, caplog):
     told = [record for record in caplog.records if "the recording ended" in record.message]
     assert len(told) == 1
     assert recorder_of(engine).metrics() == found
+
+
+def test_a_file_too_slow_to_close_ends_the_recording_as_a_failure(make_engine, path, monkeypatch, caplog):
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)  # full after a dozen lines, until somebody reads
+    engine = make_engine(record=path)
+    run(engine, *([number, *PROMPT] for number in range(40)))
+    monkeypatch.setattr(recording, "_CLOSE_S", 0.1)
+    found = recorder_of(engine).stop()
+    assert not found.is_recording
+    assert found.failure == "writing what was queued took more than 0.1 s"
+    assert (found.num_recorded + found.num_dropped, found.num_dropped > 20) == (40, True)
+    with os.fdopen(reader, "rb") as pipe:
+        os.set_blocking(reader, True)
+        num_lines = pipe.read().count(b"\n")  # to the end: the thread goes on, and closes its file
+    late = recorder_of(engine).metrics()
+    assert (late.num_recorded, late.num_recorded + late.num_dropped) == (num_lines - 1, 40)
+    told = [record.message for record in caplog.records if "the recording ended" in record.message]
+    assert len(told) == 1
+    assert f"{found.num_dropped} more were dropped" in told[0]
 
 
 @pytest.mark.parametrize("size", [300, 3001, 5003])

@@ -492,8 +492,7 @@ class EngineCore(EngineProtocol):
                 num_cached_tokens=sequence.num_cached_tokens or 0,
                 num_preemptions=sequence.num_preemptions,
             )
-        if self.parts.recorder.is_recording:
-            self.parts.recorder.take(sequence, reason, finished_ns)
+        self.parts.recorder.take(sequence, reason, finished_ns)
         if self._request_observers:
             record = RequestRecord(
                 request_id=sequence.request.request_id,

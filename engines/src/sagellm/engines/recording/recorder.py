@@ -33,7 +33,7 @@ class RecorderMetrics:
     path: str = ""
     has_text: bool = False
     num_recorded: int = 0  # lines that are in the file
-    num_dropped: int = 0  # requests that the queue had no room for, or that came when writing failed
+    num_dropped: int = 0  # requests that the queue had no room for, or that it held when writing failed
     num_bytes: int = 0
     failure: str = ""  # why it ended by itself
 
@@ -89,12 +89,12 @@ class Recorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether `take` does anything."""
+        """Whether `take` queues."""
         return self._recording is not None and self._recording.is_open
 
     def take(self, sequence: Sequence, reason: FinishReason, finished_ns: int) -> None:
-        """Queue a sequence that has just ended."""
-        if self._recording is not None:
+        """Queue a sequence that has just ended, if it records."""
+        if self._recording is not None and self._recording.is_open:
             self._recording.put(sequence, reason, finished_ns)
 
     def metrics(self) -> RecorderMetrics:

@@ -79,7 +79,7 @@ class Recording:
         self._last_params: tuple[SamplingParams | None, dict[str, float]] = None, {}
         self._queue: deque[_Ended] = deque()
         self._num_put_tokens = self._num_got_tokens = 0  # each is changed by one thread
-        self._num_taken = self._num_dropped = 0  # from the queue, and never in the file
+        self._num_put = self._num_refused = 0  # by the queue
         self._failure = ""
         self._wanted = threading.Event()  # set: to end
         about = {
@@ -112,28 +112,32 @@ class Recording:
         )
         num_tokens = len(ended.token_ids)
         num_queued_tokens = self._num_put_tokens - self._num_got_tokens
-        if not self.is_open or len(self._queue) >= _MAX_QUEUED or num_queued_tokens > _MAX_QUEUED_TOKENS:
-            self._num_dropped += 1
+        if len(self._queue) >= _MAX_QUEUED or num_queued_tokens > _MAX_QUEUED_TOKENS:
+            self._num_refused += 1
             return
+        self._num_put += 1
         self._num_put_tokens += num_tokens
         self._queue.append(ended)
 
     def close(self) -> None:
-        """Write what is queued, and close the file. Idempotent."""
+        """Write what is queued, and close the file. Idempotent. What takes over 10 s more is a failure."""
         if not self.is_open:
             return
         self._wanted.set()
         self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            self._fail(f"writing what was queued took more than {_CLOSE_S:g} s")
         self.is_open = False
 
     def metrics(self) -> RecorderMetrics:
         """Return what was recorded so far."""
+        num_recorded = 0 if self._file is None else self._file.num_lines
         return RecorderMetrics(
             is_recording=self.is_open,
             path=str(self._settings.path),
             has_text=self._settings.has_text,
-            num_recorded=0 if self._file is None else self._file.num_lines,
-            num_dropped=self._num_dropped,
+            num_recorded=num_recorded,
+            num_dropped=self._num_refused + (self._num_put - num_recorded if self._failure else 0),
             num_bytes=0 if self._file is None else self._file.num_bytes,
             failure=self._failure,
         )
@@ -149,7 +153,7 @@ class Recording:
                 raise ConfigError(
                     f"requests cannot be recorded to {settings.path}: {error.strerror}; name another file"
                 ) from error
-            self._fail(error)
+            self._fail(_reason_of(error))
             return None
 
     def _run(self) -> None:
@@ -158,15 +162,16 @@ class Recording:
             while not is_last:
                 is_last = self._wanted.wait(_TURN_S)
                 self._write_queued()
-        if failure.error is not None:
-            self._fail(failure.error)
+        if failure.error is not None and self.is_open:
+            self._fail(_reason_of(failure.error))
+        self._queue.clear()
         if self._file is not None:
             with contained():
                 self._file.close()
 
     def _write_queued(self) -> None:
         assert self._file is not None, "the thread runs only then"
-        while self._queue:
+        while self._queue and self.is_open:
             lines: list[bytes] = []
             num_bytes = 0
             while self._queue and num_bytes < _BATCH_BYTES:
@@ -174,20 +179,18 @@ class Recording:
                 self._num_got_tokens += len(ended.token_ids)
                 lines.append(_line(self._row(ended)))
                 num_bytes += len(lines[-1])
-                self._num_taken += 1
             self._file.write(lines)
 
-    def _fail(self, error: BaseException) -> None:
-        self.is_open = False
-        self._failure = error.strerror or str(error) if isinstance(error, OSError) else described(error)
-        num_recorded = 0 if self._file is None else self._file.num_lines
-        self._num_dropped += self._num_taken - num_recorded + len(self._queue)
-        self._queue.clear()
+    def _fail(self, reason: str) -> None:
+        self.is_open, self._failure = False, reason
+        found = self.metrics()
         logger.error(
-            "the recording ended with %d requests: %s cannot be written: %s; serving goes on",
-            num_recorded,
+            "the recording ended with %d requests, %d more were dropped: %s cannot be written: %s; serving "
+            "goes on",
+            found.num_recorded,
+            found.num_dropped,
             self._settings.path,
-            self._failure,
+            reason,
         )
 
     def _row(self, ended: _Ended) -> Row:
@@ -226,6 +229,10 @@ class Recording:
             given = ((name, getattr(params, name)) for name in _PARAMS)
             self._last_params = params, {name: value for name, value in given if value != _DEFAULTS[name]}
         return self._last_params[1]
+
+
+def _reason_of(error: BaseException) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else described(error)
 
 
 def _seconds(nanoseconds: int) -> float:
