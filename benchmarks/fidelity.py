@@ -214,7 +214,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fit-s", type=float, default=60.0, help="seconds of steps that are fitted")
     parser.add_argument("--repeats", type=int, default=5, help="turns of both mixes")
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--burst-share", type=float, default=0.3, help="of the requests come in bursts")
+    parser.add_argument(
+        "--burst-share", type=float, default=0.3, help="share of requests that arrive in bursts"
+    )
     parser.add_argument("--scale", type=int, default=24, help="system message: 4 times, turns about 5 times")
     parser.add_argument("--max-len", type=int, default=1500)
     parser.add_argument("--vocab-size", type=int, default=4000)

@@ -17,7 +17,7 @@ from sagellm.engines.cli.targets import check_targets
 from sagellm.engines.metrics.latency import percentile
 from sagellm.engines.progress import Advance, progress_bar
 from sagellm.engines.sizes import format_bytes
-from sagellm.lab.cli.flags import AsJSON, Overwrite, Reader, Source, flag
+from sagellm.lab.cli.flags import LENGTHS, AsJSON, Overwrite, Reader, Source, flag
 from sagellm.server.cli.figures import figures_table
 
 if TYPE_CHECKING:
@@ -25,13 +25,12 @@ if TYPE_CHECKING:
 
 app = new_app("Make traces of load, say what is in one, and convert it.")
 
-FORMATS = ("sagellm", "mooncake", "azure")
 DEFAULT_BLOCK_TOKENS = 16
 
 
 def complete_format(incomplete: str) -> list[str]:
     """Complete the name of a format that is written."""
-    return [name for name in FORMATS if name.startswith(incomplete)]
+    return [name for name in _writers() if name.startswith(incomplete)]
 
 
 GENERATE_FLAGS = (
@@ -51,7 +50,7 @@ GENERATE_FLAGS = (
 )
 
 
-@app.command()
+@app.command(epilog=f"LENGTHS are {LENGTHS}.")
 @with_flags(GENERATE_FLAGS)
 def generate(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The trace to write (JSON lines).")],
@@ -62,10 +61,7 @@ def generate(
     overwrite: Overwrite = False,
     **options: Any,
 ) -> None:
-    """Simulate clients that converse, and write what they ask as a trace with token ids.
-
-    LENGTHS are 512, uniform:LOW:HIGH, normal:MEAN:SD, lognormal:MEDIAN:SIGMA or exponential:MEAN.
-    """
+    """Simulate clients that converse, and write what they ask as a trace with token ids."""
     from sagellm.lab.simulation.conversations import ConversationSettings, simulate_clients
     from sagellm.lab.traces import read_trace, write_trace
     from sagellm.lab.traces.lengths import Lengths
@@ -123,18 +119,13 @@ def convert(
 
     What the other format has no field for is lost. Requests without a prompt or an output are left out.
     """
-    from sagellm.lab.traces import read_trace, write_trace
-    from sagellm.lab.traces.other_formats import write_azure, write_mooncake
+    from sagellm.lab.traces import read_trace
 
-    writers: dict[str, Callable[[Path, Iterable[TraceRequest]], None]] = {
-        "sagellm": write_trace,
-        "mooncake": write_mooncake,
-        "azure": write_azure,
-    }
+    writers = _writers()
     chosen = to or ("azure" if ".csv" in path.suffixes else "sagellm")
     if chosen not in writers:
         raise ConfigError(
-            f"--to is {chosen!r}; it must be one of {', '.join(FORMATS)}.{nearest(chosen, FORMATS)}"
+            f"--to is {chosen!r}; it must be one of {', '.join(writers)}.{nearest(chosen, writers)}"
         )
     check_targets(path, overwrite=overwrite, source=source)
     requests = read_trace(source, name=reader)
@@ -169,6 +160,13 @@ def anonymize(
     with progress_bar("anonymizing", total=len(requests), unit="requests") as advance:
         write_anonymous(path, _counted(requests, advance), size, {"made_by": "sage llm trace anonymize"})
     _say_written(path, requests, "sagellm", as_json=as_json)
+
+
+def _writers() -> dict[str, Callable[[Path, Iterable[TraceRequest]], None]]:
+    from sagellm.lab.traces import write_trace
+    from sagellm.lab.traces.other_formats import write_azure, write_mooncake
+
+    return {"sagellm": write_trace, "mooncake": write_mooncake, "azure": write_azure}
 
 
 def _counted(requests: list[TraceRequest], advance: Advance) -> Iterator[TraceRequest]:
@@ -227,8 +225,6 @@ def _share(requests: list[TraceRequest]) -> float | None:
 
 
 def _sentence(requests: list[TraceRequest]) -> str:
-    if not requests:
-        raise ConfigError("the trace has no request")
     num_tokens = sum(one.num_prompt_tokens for one in requests)
     num_conversations = len({one.conversation for one in requests})
     return f"{len(requests):,} requests of {num_conversations:,} conversations, {num_tokens:,} prompt tokens"
