@@ -96,6 +96,48 @@ def test_growing_errors_are_noticed_and_steady_ones_are_not():
     assert num_seen < 40
 
 
+def serve(predictor, name, length):
+    predictor.predict(asked(name, range(20)))
+    predictor.update(sequence_id=name, actual_length=length, actual_time=1.0)
+
+
+def test_outliers_are_no_drift_and_longer_outputs_are():
+    predictor = OnlineLifetimePredictor()
+    for index in range(600):
+        serve(predictor, str(index), 100_000 if index % 60 == 59 else 50)
+    assert predictor.num_drifts == 0
+    for index in range(20):
+        serve(predictor, f"longer {index}", 150)
+    assert predictor.num_drifts == 1
+
+
+@pytest.mark.parametrize("num_seen", [100, 300, 5000])
+def test_errors_that_are_three_deviations_larger_are_noticed_after_some_15(num_seen):
+    rng, drift = random.Random(num_seen), Drift()
+    assert not any(drift.is_after(rng.gauss(10, 3)) for _ in range(num_seen))
+    noticed = next(number for number in range(1, 500) if drift.is_after(rng.gauss(19, 3)))
+    assert 8 <= noticed <= 20
+
+
+def test_what_ran_when_lengths_changed_teaches_the_new_predictor_nothing_but_its_length():
+    predictor = OnlineLifetimePredictor()
+    for index in range(200):
+        serve(predictor, str(index), 50)
+    for index in range(200):
+        predictor.predict(asked(f"running {index}", range(20)))
+    for index in range(100):
+        if not predictor.num_drifts:
+            serve(predictor, f"longer {index}", 500)
+    assert predictor.num_drifts == 1
+    for index in range(200):
+        predictor.update(sequence_id=f"running {index}", actual_length=500, actual_time=1.0)
+    found = predictor.predict(asked("new", range(20)))
+    assert found.remaining_length == pytest.approx(500, rel=0.1)
+    assert found.confidence == 0.5, "the new predictor has put no two outputs in order"
+    assert predictor.num_drifts == 1
+    assert predictor.metrics().num_scored > 400
+
+
 def test_a_predictor_to_correct_must_exist():
     with pytest.raises(UnknownProviderError, match="nonsense"):
         OnlineLifetimePredictor(base="nonsense")

@@ -54,6 +54,7 @@ class _Live:
     weights: Floats  # (sources,)
     cumulated: Floats  # (bins + 1,) of the mixture
     at_admission: LifetimePrediction | None = None
+    is_stale: bool = False  # asked about before what was learnt was forgotten
 
 
 class MixturePredictor(LifetimePredictorProtocol):
@@ -74,18 +75,13 @@ class MixturePredictor(LifetimePredictorProtocol):
 
     def __init__(self, everything: Everything, others: Sequence[Source], *, max_sequences: int) -> None:
         check_counts(max_sequences=max_sequences)
-        self._everything, self._sources = everything, (everything, *others)
         self._max_sequences = max_sequences
         self._live: OrderedDict[str, _Live] = OrderedDict()  # least recently asked about first
-        self._shares: dict[tuple[str, ...], Floats] = {}
         self._prior: defaultdict[str, float] = defaultdict(lambda: 1.0)  # shares of sources, of all requests
-        self._peers: npt.NDArray[np.float64] = np.zeros((2, _NUM_PEERS))  # lengths predicted, and true ones
-        self._num_peers = 0
-        self._claimed = self._proven = 1.0  # how much better than even orders were said to be, and were
-        self._levels: Floats = np.array([_MISSED, 0.5, 1 - _MISSED])
         self._seconds = self._tokens = 0.0
         self._scores = LifetimeScores()
         self._is_worse_than_median = self._has_forgotten = False
+        self._start_over(everything, others)
 
     def predict(self, request: PredictionRequest) -> LifetimePrediction:
         """Predict what remains; the limit with confidence 0 if nothing is known."""
@@ -118,13 +114,16 @@ class MixturePredictor(LifetimePredictorProtocol):
         request = live.asked.request
         is_cut = actual_length >= request.max_length
         place = live_tail(live.cumulated, actual_length) if is_cut else bin_of(actual_length)
-        self._weigh(live, place)
-        for source in self._sources:
-            source.learn(live.asked, place)
+        if live.is_stale:
+            self._everything.learn(live.asked, place)
+        else:
+            self._weigh(live, place)
+            for source in self._sources:
+                source.learn(live.asked, place)
         predicted = live.at_admission
         scored = None if predicted is None else scored_prediction(request, predicted)
         self._scores.end(scored, actual_length=actual_length, max_length=request.max_length)
-        if predicted is not None and not is_cut:
+        if predicted is not None and not is_cut and not live.is_stale:
             self._calibrate(predicted, actual_length)
         if self._scores.num_updates % _LOGGED_EVERY == 0:
             self._report()
@@ -141,6 +140,21 @@ class MixturePredictor(LifetimePredictorProtocol):
     def num_live_sequences(self) -> int:
         """Sequences that have been asked about and not ended, at most `max_sequences`."""
         return len(self._live)
+
+    def _start_over(self, everything: Everything, others: Sequence[Source]) -> None:
+        """Take new sources and forget what outputs showed of the old ones.
+
+        Weights start again from the mean share of each source. Running sequences are scored and counted among
+        all outputs, and teach nothing else.
+        """
+        self._everything, self._sources = everything, (everything, *others)
+        self._shares: dict[tuple[str, ...], Floats] = {}
+        self._peers: npt.NDArray[np.float64] = np.zeros((2, _NUM_PEERS))  # lengths predicted, and true ones
+        self._num_peers = 0
+        self._claimed = self._proven = 1.0  # how much better than even orders were said to be, and were
+        self._levels: Floats = np.array([_MISSED, 0.5, 1 - _MISSED])
+        for live in self._live.values():
+            live.is_stale = True
 
     def _live_of(self, request: PredictionRequest) -> _Live:
         live = self._live.get(request.sequence_id)

@@ -24,15 +24,17 @@ from sagellm.kvmgr.lifetime.sources import Asked, Everything, Guess, Source
 _logger = get_logger(__name__)
 
 _DECAY = 0.99
-_SLACK, _LIMIT = 0.25, 30.0  # standard deviations of errors
+_SLACK, _LIMIT, _MOST = 0.25, 30.0, 3.0  # standard deviations of errors
+_MIN_DEVIATION = 1.0  # bin
 _MIN_SEEN = 50
 _DOUBT = 0.02  # share of the density of all outputs, so that nothing is impossible
 
 
 class Drift:
-    """Notices that errors have grown: the Page–Hinkley test (Page, 1954), in their standard deviations.
+    """Notices that errors, in bins, have grown: the Page–Hinkley test (Page, 1954).
 
-    Errors that are one of these larger than before are noticed after some 40.
+    Errors that are a standard deviation larger than several hundred before are noticed after some 40, a step
+    of three or more after some 15. No error counts for more than three: a few outliers are no growth.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,8 @@ class Drift:
     def is_after(self, error: float) -> bool:
         """Add an error; say whether errors have been larger than before for long enough."""
         if self._count >= _MIN_SEEN:
-            deviation = max(math.sqrt(self._squares / self._count), 1e-3)
+            deviation = max(math.sqrt(self._squares / self._count), _MIN_DEVIATION)
+            error = min(error, self._mean + _MOST * deviation)
             self._sum = max(0.0, self._sum + (error - self._mean) / deviation - _SLACK)
         if self._sum > _LIMIT:
             return True
@@ -57,7 +60,9 @@ class OnlineLifetimePredictor(MixturePredictor):
 
     `base` names the predictor, with its options. Its lengths count as ratios to the true ones, of which the
     latest hundred or so matter; beside them, what outputs have been like lately. If errors grow, by
-    the Page–Hinkley test, what was learnt is forgotten, and so is what the predictor itself had learnt.
+    the Page–Hinkley test, the predictor is made anew, and ratios, intervals and confidences are learnt from
+    requests that arrive afterwards. What is kept: how much each source counts at first, the seconds per
+    token, and the scores.
     """
 
     def __init__(
@@ -80,7 +85,9 @@ class OnlineLifetimePredictor(MixturePredictor):
         live = self._live.get(sequence_id)
         super().update(sequence_id=sequence_id, actual_length=actual_length, actual_time=actual_time)
         self._base.update(sequence_id=sequence_id, actual_length=actual_length, actual_time=actual_time)
-        if live is None or live.at_admission is None or actual_length >= live.asked.request.max_length:
+        if live is None or live.is_stale or live.at_admission is None:
+            return
+        if actual_length >= live.asked.request.max_length:
             return
         error = position_of(live.at_admission.remaining_length) - position_of(actual_length)
         if self._drift.is_after(abs(error)):
@@ -88,8 +95,7 @@ class OnlineLifetimePredictor(MixturePredictor):
             self._drift = Drift()
             _logger.info("output lengths have changed: what was learnt of them is forgotten")
             self._base = self._new_base()
-            self._everything, others = self._new_sources()
-            self._sources = (self._everything, *others)
+            self._start_over(*self._new_sources())
 
     def forget(self, *, sequence_id: str) -> None:
         """Drop what was asked about it."""
