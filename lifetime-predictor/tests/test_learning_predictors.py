@@ -31,8 +31,8 @@ class TestOnlineRankingLifetimePredictor(LifetimePredictorContract):
         return OnlineLifetimePredictor(base="ranker", base_options={"max_sequences": 2000})
 
 
-def asked(sequence_id, words, **fields):
-    return PredictionRequest(sequence_id=sequence_id, token_ids=words, max_length=1 << 17, **fields)
+def asked(sequence_id, words, max_length=1 << 17, **fields):
+    return PredictionRequest(sequence_id=sequence_id, token_ids=words, max_length=max_length, **fields)
 
 
 def prompt(rng, word):
@@ -73,6 +73,20 @@ def test_the_order_of_outputs_is_learnt_from_words():
         ]
         pairs.append(found[0] < found[1])
     assert mean(pairs) > 0.95
+
+
+def test_outputs_that_were_cut_are_not_ranked_by_the_length_at_which_they_were():
+    predictor, rng = RankingLifetimePredictor(), random.Random(4)
+    for index in range(600):
+        word, limit = (LONG, 10) if index % 2 else (SHORT, 1 << 17)
+        predictor.predict(asked(str(index), prompt(rng, word), limit))
+        length = min(limit, length_of(rng, word))
+        predictor.update(sequence_id=str(index), actual_length=length, actual_time=1.0)
+    pairs = [
+        [predictor.predict(asked(f"{index} {word}", prompt(rng, word))) for word in (SHORT, LONG)]
+        for index in range(100)
+    ]
+    assert mean([short.remaining_length > long.remaining_length for short, long in pairs]) < 0.6
 
 
 def test_what_another_predictor_learnt_is_kept_while_lengths_stay():

@@ -101,9 +101,11 @@ class RankingLifetimePredictor(MixturePredictor):
         _logger.info("the order of outputs is learnt from those that end")
 
     def update(self, *, sequence_id: str, actual_length: int, actual_time: float) -> None:
-        """Learn from a sequence that ended."""
+        """Learn from a sequence that ended; the order only from one that was not cut."""
+        live = self._live.get(sequence_id)
         super().update(sequence_id=sequence_id, actual_length=actual_length, actual_time=actual_time)
-        if (found := self._examples.pop(sequence_id, None)) is not None:
+        found = self._examples.pop(sequence_id, None)
+        if live is not None and found is not None and actual_length < live.asked.request.max_length:
             self._ranker.learn(*found, actual_length)
 
     def forget(self, *, sequence_id: str) -> None:
@@ -115,6 +117,7 @@ class RankingLifetimePredictor(MixturePredictor):
         example = _Example(request)
         score = self._ranker.score(example)
         self._examples[request.sequence_id] = example, score
+        self._examples.move_to_end(request.sequence_id)
         if len(self._examples) > self._max_sequences:
             self._examples.popitem(last=False)
         length = self._ranker.length_of(score)
