@@ -44,8 +44,8 @@ class LifetimePrediction:
     """What is still to come. Whoever asks decides from which confidence on it counts.
 
     The confidence is the chance that this sequence and another running one are in the right order by what is
-    predicted of them: 0.5 is no better than chance. The whole limit with confidence 0 says that nothing is known;
-    it is not scored. Eight of ten lengths should lie in the interval, its ends included.
+    predicted of them: 0.5 is no better than chance. The whole limit with confidence 0 says that nothing is
+    known; it is not scored. Eight of ten lengths should lie in the interval, its ends included.
     """
 
     remaining_length: float  # tokens

@@ -20,7 +20,7 @@ MAX_TEXT = 64
 """Tokens at the end of the prompt."""
 
 NUM_WORDS = 4096
-"""Numbers that token ids are hashed to; 0 is none."""
+"""Numbers that token ids are hashed to; 0 is padding."""
 
 _WAVES = math.pi * np.array([1.0, 2.0, 4.0, 8.0])
 

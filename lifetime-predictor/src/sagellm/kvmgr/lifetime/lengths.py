@@ -41,7 +41,7 @@ _EDGES = lengths_at(np.arange(NUM_BINS + 1.0))
 
 
 def _tail() -> Floats:
-    """Return a density of which as much again is left at every length: P(more than y) = 16 ÷ (16 + y)."""
+    """Return a heavy-tailed prior: P(length > y) = 16 / (16 + y)."""
     edges = np.exp(-_WIDTH * np.arange(NUM_BINS + 1))
     edges[-1] = 0.0
     found: Floats = edges[:-1] - edges[1:]
