@@ -17,8 +17,8 @@ from sagellm.core.protocols.prefix_cache import PrefixAnswers  # noqa: E402
 from sagellm.kvmgr.lifetime import LSTMLifetimePredictor, TransformerLifetimePredictor  # noqa: E402
 from sagellm.kvmgr.lifetime.features import features_of  # noqa: E402
 from sagellm.kvmgr.lifetime.lengths import NUM_BINS  # noqa: E402
-from sagellm.kvmgr.lifetime.network import KINDS, Network, load_network, save_network  # noqa: E402
-from sagellm.kvmgr.lifetime.training import TORCH_NETWORKS, Batch, train  # noqa: E402
+from sagellm.kvmgr.lifetime.network import Network, load_network, save_network  # noqa: E402
+from sagellm.kvmgr.lifetime.training import TORCH_NETWORKS, Batch  # noqa: E402
 from sagellm.testing import LifetimePredictorContract  # noqa: E402
 
 CLASSES = {"lstm": LSTMLifetimePredictor, "transformer": TransformerLifetimePredictor}
@@ -44,28 +44,33 @@ def untrained(kind):
     return network, Network(kind, {name: each.numpy() for name, each in network.state_dict().items()})
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
-def trained(request):
-    examples = [(features_of(each), length) for each, length in made(1200)]
-    return train(request.param, examples, num_epochs=12, batch_size=64)
+class UntrainedContract(LifetimePredictorContract):
+    kind = ""
 
+    @pytest.fixture(autouse=True)
+    def _weights(self, tmp_path):
+        self.path = tmp_path / "untrained"
+        save_network(untrained(self.kind)[1], self.path)
 
-class TestLSTMLifetimePredictor(LifetimePredictorContract):
     def make(self):
-        return LSTMLifetimePredictor(network=untrained("lstm")[1])
+        return CLASSES[self.kind](weights=str(self.path))
 
 
-class TestTransformerLifetimePredictor(LifetimePredictorContract):
-    def make(self):
-        return TransformerLifetimePredictor(network=untrained("transformer")[1])
+class TestLSTMLifetimePredictor(UntrainedContract):
+    kind = "lstm"
 
 
-def test_what_is_learnt_beats_what_statistics_say(trained, tmp_path):
-    network, history = trained
-    assert history[-1].held_back_loss < history[0].held_back_loss
-    save_network(network, tmp_path / "weights")
-    with_weights = CLASSES[network.kind](weights=str(tmp_path / "weights"))
-    without = CLASSES[network.kind]()
+class TestTransformerLifetimePredictor(UntrainedContract):
+    kind = "transformer"
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_what_is_learnt_beats_what_statistics_say(kind, tmp_path):
+    epochs = []
+    CLASSES[kind].train(made(1200), tmp_path / "weights", num_epochs=20, tell=epochs.append)
+    assert epochs[-1].held_back_loss < epochs[0].held_back_loss
+    with_weights = CLASSES[kind](weights=str(tmp_path / "weights"))
+    without = CLASSES[kind]()
     errors = {with_weights: [], without: []}
     for predictor, found in errors.items():
         for request, length in made(300, seed=1):
@@ -75,13 +80,16 @@ def test_what_is_learnt_beats_what_statistics_say(trained, tmp_path):
     assert learnt < 0.6 * statistical
 
 
-def test_equal_calls_train_equal_networks():
-    examples = [(features_of(each), length) for each, length in made(120)]
-    first, second = (train("transformer", examples, num_epochs=2)[1] for _ in range(2))
-    assert first == second
+def test_equal_calls_train_equal_networks(tmp_path):
+    paths = [tmp_path / "first", tmp_path / "second"]
+    for path in paths:
+        TransformerLifetimePredictor.train(made(120), path, num_epochs=2)
+    first, second = (load_network("transformer", str(path)).weights for path in paths)
+    for name, values in first.items():
+        np.testing.assert_array_equal(values, second[name])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_numpy_computes_what_torch_computes(kind):
     by_torch, network = untrained(kind)
     requests = [request for request, _ in made(8)]
@@ -94,9 +102,9 @@ def test_numpy_computes_what_torch_computes(kind):
         assert row.shape == (NUM_BINS,)
 
 
-def test_too_few_requests_teach_nothing():
+def test_too_few_requests_teach_nothing(tmp_path):
     with pytest.raises(ConfigError, match="49 requests"):
-        train("lstm", [(features_of(each), length) for each, length in made(49)])
+        LSTMLifetimePredictor.train(made(49), tmp_path / "weights")
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path):

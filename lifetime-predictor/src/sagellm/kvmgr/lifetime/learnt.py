@@ -37,19 +37,15 @@ class LearntPredictor(MixturePredictor):
     """Mixes what a trained network says into what statistics say, by how right each has been.
 
     `weights` is a file that `sage llm predictor train` wrote; without it, predictions are those of
-    `statistical`. The network runs once, when a request arrives, which takes half a millisecond.
+    `statistical`. The network runs once, when a request arrives.
     """
 
     kind = ""
 
-    def __init__(
-        self, *, weights: str | None = None, network: Network | None = None, max_sequences: int = 16_384
-    ) -> None:
-        if network is None and weights is not None:
-            network = load_network(self.kind, weights)
-        own = [] if network is None else [NetworkSource(network)]
+    def __init__(self, *, weights: str | None = None, max_sequences: int = 16_384) -> None:
+        own = [] if weights is None else [NetworkSource(load_network(self.kind, weights))]
         super().__init__(Everything(0.9995), [*statistical_sources(), *own], max_sequences=max_sequences)
-        if network is None:
+        if weights is None:
             _logger.warning(
                 "the predictor %s has no weights and predicts as `statistical` does: train some with "
                 "`sage llm predictor train TRACE` and name them in its option weights",
@@ -74,8 +70,7 @@ class LearntPredictor(MixturePredictor):
                 "training needs torch: pip install 'sagellm-lifetime-predictor[torch]'"
             ) from error
         known = [(features_of(request), length) for request, length in examples]
-        network, _ = train(cls.kind, known, num_epochs=num_epochs, seed=seed, tell=tell)
-        save_network(network, path)
+        save_network(train(cls.kind, known, num_epochs=num_epochs, seed=seed, tell=tell), path)
 
 
 class LSTMLifetimePredictor(LearntPredictor):

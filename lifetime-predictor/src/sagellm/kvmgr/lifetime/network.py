@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from sagellm.core import ConfigError
-from sagellm.kvmgr.lifetime.features import MAX_LEVELS, MAX_TEXT, NUM_OF_LEVEL, Features
+from sagellm.kvmgr.lifetime.features import MAX_LEVELS, MAX_TEXT, NUM_NUMBERS, NUM_OF_LEVEL, Features
 from sagellm.kvmgr.lifetime.lengths import Floats
 
 Array = npt.NDArray[np.float32]
@@ -98,7 +98,6 @@ def _read_transformer(weights: Mapping[str, Array], words: Array) -> Array:
 
 
 _READERS = {"lstm": _read_lstm, "transformer": _read_transformer}
-KINDS = tuple(_READERS)
 
 
 def _linear(weights: Mapping[str, Array], name: str, inputs: Array) -> Array:
@@ -150,5 +149,7 @@ def load_network(kind: str, path: str) -> Network:
 
 
 _SAMPLE = Features(
-    np.zeros(10, np.float32), np.zeros((MAX_LEVELS, NUM_OF_LEVEL), np.float32), np.arange(1, MAX_TEXT + 1)
+    np.zeros(NUM_NUMBERS, np.float32),
+    np.zeros((MAX_LEVELS, NUM_OF_LEVEL), np.float32),
+    np.arange(1, MAX_TEXT + 1),
 )

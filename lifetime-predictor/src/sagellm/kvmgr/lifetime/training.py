@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from sagellm.kvmgr.lifetime.lengths import NUM_BINS, bin_of, lengths_at, quantil
 from sagellm.kvmgr.lifetime.network import NUM_HEADS, NUM_LAYERS, WIDTH, Network
 
 _MIN_EXAMPLES = 50
+_HELD_BACK = 0.15
+_BATCH_SIZE, _LEARNING_RATE = 128, 2e-3
 _SOFTNESS = 2.0  # bins: nearly right is nearly as good
 
 
@@ -139,21 +142,18 @@ class Transformer(TorchNetwork):
 TORCH_NETWORKS: dict[str, type[TorchNetwork]] = {"lstm": LSTM, "transformer": Transformer}
 
 
-def train(  # noqa: PLR0913  (what one varies)
+def train(
     kind: str,
     examples: Sequence[tuple[Features, int]],
     *,
-    num_epochs: int = 30,
-    batch_size: int = 128,
-    learning_rate: float = 2e-3,
-    held_back: float = 0.15,
-    seed: int = 0,
-    tell: Callable[[TrainingEpoch], None] = lambda epoch: None,
-) -> tuple[Network, list[TrainingEpoch]]:
-    """Train a network on the examples, which are in order of time, and return its best epoch and all losses.
+    num_epochs: int,
+    seed: int,
+    tell: Callable[[TrainingEpoch], None],
+) -> Network:
+    """Train a network on the examples, which are in order of time; return it as after its best epoch.
 
-    The last `held_back` of the examples are not trained on: they choose the epoch. Raises ConfigError for
-    fewer than 50 examples. Equal calls give equal networks on one machine.
+    The last 15 % of the examples are not trained on: they choose the epoch. Raises ConfigError for fewer
+    than 50 examples. Equal calls give equal networks on one machine.
     """
     if len(examples) < _MIN_EXAMPLES:
         raise ConfigError(f"{len(examples)} requests teach nothing; at least {_MIN_EXAMPLES} are needed")
@@ -163,18 +163,18 @@ def train(  # noqa: PLR0913  (what one varies)
         batch = Batch.of([features for features, _ in examples])
         lengths = torch.tensor([length for _, length in examples], dtype=torch.float64)
         places = torch.tensor([bin_of(length) for _, length in examples])
-        cut = len(examples) - max(1, round(held_back * len(examples)))
-        optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate, weight_decay=0.05)
-        num_batches = -(-cut // batch_size)
+        cut = len(examples) - max(1, round(_HELD_BACK * len(examples)))
+        optimizer = torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATE, weight_decay=0.05)
+        num_batches = -(-cut // _BATCH_SIZE)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, learning_rate, total_steps=num_epochs * num_batches
+            optimizer, _LEARNING_RATE, total_steps=num_epochs * num_batches
         )
-        history: list[TrainingEpoch] = []
+        lowest = math.inf
         best: dict[str, Tensor] = {}
         for number in range(1, num_epochs + 1):
             network.train()
             total = 0.0
-            for index in torch.split(torch.randperm(cut), batch_size):
+            for index in torch.split(torch.randperm(cut), _BATCH_SIZE):
                 loss: Any = _loss(network(batch.rows(index)), places[index])
                 optimizer.zero_grad()
                 loss.backward()
@@ -186,12 +186,12 @@ def train(  # noqa: PLR0913  (what one varies)
                 rows = torch.split(torch.arange(cut, len(examples)), 512)
                 logits = torch.cat([network(batch.rows(index)) for index in rows])
                 held_back_loss = float(_loss(logits, places[cut:]))
-                epoch = TrainingEpoch(number, total / cut, held_back_loss, mean_error(logits, lengths[cut:]))
-            history.append(epoch)
-            tell(epoch)
-            if held_back_loss == min(each.held_back_loss for each in history):
+                error = mean_error(logits, lengths[cut:])
+            tell(TrainingEpoch(number, total / cut, held_back_loss, error))
+            if held_back_loss <= lowest:
+                lowest = held_back_loss
                 best = {name: value.clone() for name, value in network.state_dict().items()}
-    return Network(kind, {name: value.numpy() for name, value in best.items()}), history
+    return Network(kind, {name: value.numpy() for name, value in best.items()})
 
 
 @contextmanager
