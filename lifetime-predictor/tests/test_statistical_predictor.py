@@ -133,6 +133,22 @@ def test_confidence_is_how_often_orders_are_right():
         assert claimed == pytest.approx(sum(right) / len(right), abs=0.05)
 
 
+def test_confidence_recovers_from_wrong_orders_while_many_sequences_run():
+    predictor, rng = StatisticalLifetimePredictor(), random.Random(0)
+    for _ in range(20):
+        length = rng.randrange(20, 2000)
+        teach(predictor, [length], answers=answered(length))
+    right, wrong = ([rng.randrange(20, 2000) for _ in range(number)] for number in (300, 30))
+    for name, lengths in (("right", right), ("wrong", wrong)):
+        for index, length in enumerate(lengths):
+            predictor.predict(request(f"{name} {index}", answers=answered(length)))
+    for index, length in enumerate(wrong):
+        predictor.update(sequence_id=f"wrong {index}", actual_length=2020 - length, actual_time=1.0)
+    for index, length in enumerate(right):
+        predictor.update(sequence_id=f"right {index}", actual_length=length, actual_time=1.0)
+    assert predictor.predict(request(answers=answered(50))).confidence > 0.8
+
+
 def test_nothing_known_is_the_limit_without_confidence():
     assert StatisticalLifetimePredictor().predict(request(max_length=500)) == LifetimePrediction(
         remaining_length=500, estimated_time=0.0, confidence=0.0

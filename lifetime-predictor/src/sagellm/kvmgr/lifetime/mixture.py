@@ -54,6 +54,7 @@ class _Live:
     weights: Floats  # (sources,)
     cumulated: Floats  # (bins + 1,) of the mixture
     at_admission: LifetimePrediction | None = None
+    correction: float = 1.0  # of the confidence at admission
     is_stale: bool = False  # asked about before what was learnt was forgotten
 
 
@@ -77,6 +78,7 @@ class MixturePredictor(LifetimePredictorProtocol):
         check_counts(max_sequences=max_sequences)
         self._max_sequences = max_sequences
         self._live: OrderedDict[str, _Live] = OrderedDict()  # least recently asked about first
+        self._shares: dict[tuple[str, ...], Floats] = {}
         self._prior: defaultdict[str, float] = defaultdict(lambda: 1.0)  # shares of sources, of all requests
         self._seconds = self._tokens = 0.0
         self._scores = LifetimeScores()
@@ -98,7 +100,7 @@ class MixturePredictor(LifetimePredictorProtocol):
         found = self._answers(requests, np.stack([live.cumulated for live in lives]))
         for request, live, prediction in zip(requests, lives, found, strict=True):
             if not request.current_length:
-                live.at_admission = prediction
+                live.at_admission, live.correction = prediction, self._proven / self._claimed
         return found
 
     def update(self, *, sequence_id: str, actual_length: int, actual_time: float) -> None:
@@ -124,7 +126,7 @@ class MixturePredictor(LifetimePredictorProtocol):
         scored = None if predicted is None else scored_prediction(request, predicted)
         self._scores.end(scored, actual_length=actual_length, max_length=request.max_length)
         if predicted is not None and not is_cut and not live.is_stale:
-            self._calibrate(predicted, actual_length)
+            self._calibrate(predicted, live.correction, actual_length)
         if self._scores.num_updates % _LOGGED_EVERY == 0:
             self._report()
 
@@ -142,13 +144,11 @@ class MixturePredictor(LifetimePredictorProtocol):
         return len(self._live)
 
     def _start_over(self, everything: Everything, others: Sequence[Source]) -> None:
-        """Take new sources and forget what outputs showed of the old ones.
+        """Take new sources, which count as much as the old ones, and learn intervals and confidences anew.
 
-        Weights start again from the mean share of each source. Running sequences are scored and counted among
-        all outputs, and teach nothing else.
+        Running sequences are scored and counted among all outputs, and teach nothing else.
         """
         self._everything, self._sources = everything, (everything, *others)
-        self._shares: dict[tuple[str, ...], Floats] = {}
         self._peers: npt.NDArray[np.float64] = np.zeros((2, _NUM_PEERS))  # lengths predicted, and true ones
         self._num_peers = 0
         self._claimed = self._proven = 1.0  # how much better than even orders were said to be, and were
@@ -235,7 +235,7 @@ class MixturePredictor(LifetimePredictorProtocol):
         for name, share in zip(live.names, posterior.tolist(), strict=True):
             self._prior[name] += 0.01 * (len(live.names) * share - self._prior[name])
 
-    def _calibrate(self, prediction: LifetimePrediction, actual_length: int) -> None:
+    def _calibrate(self, prediction: LifetimePrediction, correction: float, actual_length: int) -> None:
         """Learn from the length whether the interval held it, and whether orders proved right."""
         low, high = cast("float", prediction.low), cast("float", prediction.high)
         self._levels[0] += _STEP * (_MISSED - (actual_length < low))
@@ -245,7 +245,7 @@ class MixturePredictor(LifetimePredictorProtocol):
         if num >= _MIN_PEERS:
             predicted, true = self._peers[:, :num]
             signs = np.sign(length - predicted) * np.sign(actual_length - true)
-            raw = (prediction.confidence - 0.5) * self._claimed / self._proven
+            raw = (prediction.confidence - 0.5) / correction
             self._claimed = 0.998 * self._claimed + max(raw, 0.0)
             self._proven = max(0.998 * self._proven + float(signs.mean()) / 2, 0.01)
         self._peers[:, self._num_peers % _NUM_PEERS] = length, actual_length

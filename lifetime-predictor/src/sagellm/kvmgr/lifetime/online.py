@@ -61,8 +61,8 @@ class OnlineLifetimePredictor(MixturePredictor):
     `base` names the predictor, with its options. Its lengths count as ratios to the true ones, of which the
     latest hundred or so matter; beside them, what outputs have been like lately. If errors grow, by
     the Page–Hinkley test, the predictor is made anew, and ratios, intervals and confidences are learnt from
-    requests that arrive afterwards. What is kept: how much each source counts at first, the seconds per
-    token, and the scores.
+    requests that arrive afterwards. What is kept: how much each source counts, the seconds per token, and
+    the scores.
     """
 
     def __init__(
