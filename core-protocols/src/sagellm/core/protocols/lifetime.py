@@ -41,11 +41,11 @@ class PredictionRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class LifetimePrediction:
-    """What is still to come. Whoever asks decides from which confidence on it counts.
+    """What is still to come. Callers decide how much confidence they require.
 
-    The confidence is the chance that this sequence and another running one are in the right order by what is
-    predicted of them: 0.5 is no better than chance. The whole limit with confidence 0 says that nothing is
-    known; it is not scored. Eight of ten lengths should lie in the interval, its ends included.
+    The confidence is the probability that predictions put this sequence and another running one in the right
+    order; 0.5 is no better than chance. The whole limit with confidence 0 means that nothing is known, and is
+    not scored. Eight of ten lengths should lie in the interval, its ends included.
     """
 
     remaining_length: float  # tokens

@@ -79,7 +79,7 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
     otherwise the least recently used leaf goes first.
 
     Each call is O(log nodes), and an insertion O(nodes on its path); learning from the last `window` turns
-    adds 0.1 ms to every fourth. Raises ConfigError for a window that is no whole number of 1 … 1,048,576.
+    adds 0.1 ms to every fourth. Raises ConfigError unless `window` is an int from 1 to 1,048,576.
     """
 
     def __init__(self, *, window: int = 8192) -> None:
