@@ -222,7 +222,7 @@ class Bench:
         self.options = options
         self.engine = LLMEngine(options.model or "embedded", speculation="ngram", **settings)
         self.core: Any = self.engine.client.core  # type: ignore[attr-defined]
-        self.speculation = self.core.parts.speculation
+        self.speculation = self.core.scheduler.speculation
         self.vocab_size = self.core.info.limits.vocab_size
         self.executor = ScriptedExecutor(self.core.steps._executor, self.core.worker._state)
         self.core.steps._executor = self.executor

@@ -231,6 +231,10 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
         "pins": ("pins are listed until they are ended", "pins are listed until they are ended"),
         "query_by_prefix": ("lookups are counted by lock and query", "lookups are counted by lock and query"),
         "record_answer": ("answers are remembered with their prompts", None),
+        "replace_policy": (
+            "another policy takes over what is cached",
+            "another policy takes over what is cached",
+        ),
         "runs": ("runs are all that is cached parents first", None),
         "subscribe": ("a subscriber hears of every block or of none", None),
         "unlock": ("a locked path survives eviction", "a locked path survives eviction"),

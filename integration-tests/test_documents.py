@@ -76,6 +76,7 @@ SUBSTITUTIONS = [
 SERVES = re.compile(r"(?:sagellm|sage llm) serve\b")
 ASKS_AN_ENGINE = re.compile(
     r"http://127\.0\.0\.1|llm (?:engine|cache|pool)\b|explain\b|(?:scheduler passes|speculation stats)\b"
+    r"|policy (?:show|set|shadow)\b"
 )
 ASKED = json.dumps({"prompt": "The blocks of a long prompt are cached, " * 20, "max_tokens": 8}).encode()
 STARTS = re.compile(r"(?:sagellm|sage llm) engine start\b")

@@ -343,7 +343,9 @@ def test_a_provider_of_other_types_is_refused(install: Install, entry: str) -> N
     registry = PluginRegistry.load()
     error = error_of(registry, "acme-mru")
     assert isinstance(error, PluginHookError)
-    assert "kind, name, target and summary of a Provider must be strings" in str(error)
+    assert "kind, name, target, summary, recommended_for and measured of a Provider must be strings" in str(
+        error
+    )
     assert registry.providers()
 
 

@@ -65,7 +65,8 @@ def test_a_pass_that_fails_is_removed_until_it_is_set_again(make_engine, monkeyp
     assert list(shown["failures"]) == ["mlfq"]
     assert "KeyError: 'gone'" in shown["failures"]["mlfq"]
     assert [each.levelname for each in caplog.records if each.name.endswith("pass_admin")] == ["ERROR"]
-    assert admin.set_passes("mlfq,share=fair-share")["failures"] == {}
+    admin.set_passes("mlfq,share=fair-share")
+    assert admin.passes()["failures"] == {}
     assert engine.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids == expected
     assert names(engine) == ["priority", "mlfq", "fair-share", "chunked-prefill"]
 

@@ -196,7 +196,7 @@ def test_a_proposer_that_writes_into_what_it_is_given_changes_nothing(make_engin
             seats[:] = most[:] = 0
             return draft
 
-    engine.client.core.parts.speculation.proposer = Scribbler(lambda tokens: [[3, 4] for _ in tokens])
+    engine.client.core.scheduler.speculation.proposer = Scribbler(lambda tokens: [[3, 4] for _ in tokens])
     assert generate(engine, 8) == expected[:8]
     assert of(engine).failure == ""
 
@@ -211,7 +211,7 @@ SLOW, TOO_SLOW = 2 * speculation.SLOW_NS, 2 * speculation.TOO_SLOW_NS
 def test_a_slow_proposer_is_not_asked_again(make_engine, expected, monkeypatch, method, took_ns, num_calls):
     engine = make_engine(**DRAFTING)
     made, now_ns = propose_with(engine, lambda tokens: [[] for _ in tokens]), 0
-    monkeypatch.setattr(engine.client.core.parts.speculation, "_now_ns", lambda: now_ns)
+    monkeypatch.setattr(engine.client.core.scheduler.speculation, "_now_ns", lambda: now_ns)
     act = getattr(made, method)
 
     def slowly(*arguments: Any, **options: Any) -> Any:
@@ -226,7 +226,7 @@ def test_a_slow_proposer_is_not_asked_again(make_engine, expected, monkeypatch, 
 
 
 def test_a_slow_step_now_and_then_is_forgiven(make_engine):
-    made = make_engine(**DRAFTING).client.core.parts.speculation
+    made = make_engine(**DRAFTING).client.core.scheduler.speculation
     for _ in range(5):
         for took_ns in (SLOW, SLOW, *[1] * 512):
             made._note_call(took_ns, None)
@@ -240,7 +240,7 @@ def test_long_prompts_are_told_one_at_a_time_and_may_take_longer(make_engine, ex
     monkeypatch.setattr(speculation, "MAX_TOLD", 20)
     engine = make_engine(**DRAFTING)
     made, now_ns = propose_with(engine, lambda tokens: [[3] for _ in tokens]), 0
-    monkeypatch.setattr(engine.client.core.parts.speculation, "_now_ns", lambda: now_ns)
+    monkeypatch.setattr(engine.client.core.scheduler.speculation, "_now_ns", lambda: now_ns)
     arrived, calls = made.arrived, []
 
     def slowly(seat: Any, token_ids: Any, num_prompt: Any, namespace: Any) -> None:

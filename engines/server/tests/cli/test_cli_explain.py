@@ -73,10 +73,13 @@ def test_passes_are_shown_and_changed_between_two_steps(engine, sage):
         ["preempt", "none"],
         ["chunk", "chunked-prefill"],
     ]
-    changed = sage(
-        "llm", "scheduler", "passes", "order=none,share=none,chunk=chunked-prefill{min_share=0.7},null"
+    text = "order=none,share=none,chunk=chunked-prefill{min_share=0.7},null"
+    changed = sage("llm", "policy", "set", "passes", text)
+    assert (
+        "passes: null,order=none,share=none,preempt=none,chunk=chunked-prefill{min_share=0.7}" in changed.out
     )
-    assert [line.split(None, 2) for line in lines(changed.out)][1:] == [
+    shown = sage("llm", "scheduler", "passes").out
+    assert [line.split(None, 2) for line in lines(shown)][1:] == [
         ["order", "none"],
         ["-", "null"],
         ["share", "none"],
@@ -94,7 +97,7 @@ def test_what_is_refused_changes_no_pass(engine, sage):
         "order=": "order",
         "first=null": "'first'; the stages are order, share, preempt, chunk",
     }.items():
-        result = sage("llm", "scheduler", "passes", text)
+        result = sage("llm", "policy", "set", "passes", text)
         assert (result.code, problem in result.err) == (1, True)
     assert sage("llm", "scheduler", "passes", "--json").json == before
 

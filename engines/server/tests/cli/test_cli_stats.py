@@ -169,7 +169,7 @@ def test_the_failure_of_a_scheduler_pass_is_shown(make_engine, run_engine, sage,
     )
     (status,) = sage("llm", "engine", "status", "--json").json["engines"]
     assert list(status["pass_failures"]) == ["fair-share"]
-    sage("llm", "scheduler", "passes", "share=none")
+    sage("llm", "policy", "set", "passes", "share=none")
     assert sage("llm", "scheduler", "passes").err == ""
 
 
@@ -315,7 +315,7 @@ def test_without_drafts_that_is_said(engine, sage):
 
 def test_a_proposer_that_failed_is_shown(make_engine, run_engine, sage):
     engine = make_engine(speculation="ngram", adaptive_speculation=False)
-    engine.client.core.parts.speculation.proposer.propose = lambda seats, most: 1 // 0
+    engine.client.core.scheduler.speculation.proposer.propose = lambda seats, most: 1 // 0
     engine.generate(PROMPTS, GREEDY)
     run_engine(engine)
     assert "ZeroDivisionError" in sage("llm", "speculation", "stats").out

@@ -37,13 +37,22 @@ class Modules:
     """Builds a configuration's modules by kind and name; each is resolved once, here.
 
     An unknown name or option is an error at once, before a model is loaded. A plugin with an error matters
-    only if the configuration names it.
+    only if the configuration names it. `config` is replaced when a policy is switched.
     """
 
     def __init__(self, registry: PluginRegistry, config: EngineConfig) -> None:
         self.registry = registry
         self.config = config
         check_named(registry, config.providers())
+
+    def changed(self, values: Mapping[str, Any]) -> EngineConfig:
+        """Return the configuration with other settings under these dotted keys, for `config`.
+
+        Raises ConfigError or UnknownProviderError, as at the start.
+        """
+        config = self.config.with_values(values)
+        check_named(self.registry, (each for each in config.providers() if each.key in values))
+        return config
 
     def make(self, kind: str, spec: ProviderSpec | str, *args: Any, **keywords: Any) -> Any:
         """Build a provider according to its protocol, with its options.

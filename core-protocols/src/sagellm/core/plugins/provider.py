@@ -68,7 +68,8 @@ class Provider(NamedTuple):
 
     `target` is `module:attribute` and is imported only when the provider is chosen. Where a setting has the
     engine choose among all that are installed, as `forward.backend: auto` does, one that is not
-    `is_automatic` is left out, without an import.
+    `is_automatic` is left out, without an import. `sage llm policy list` shows what measurements recommend it
+    for and what they found, in a sentence each.
     """
 
     kind: str
@@ -76,6 +77,8 @@ class Provider(NamedTuple):
     target: str
     summary: str
     is_automatic: bool = True
+    recommended_for: str = ""
+    measured: str = ""
 
 
 class Command(NamedTuple):

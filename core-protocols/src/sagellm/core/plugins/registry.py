@@ -368,7 +368,7 @@ def _offered(plugin: object, distribution: str, hook: str, kind: type[_Offer]) -
         raise PluginHookError(
             f"{distribution}: {hook} must return a list of {kind.__name__}, got {got[:_MAX_SHOWN]}"
         )
-    flags = kind._field_defaults
+    flags = [name for name, default in kind._field_defaults.items() if type(default) is bool]
     texts = [name for name in kind._fields if name not in flags]
     for entry in found:
         given = entry._asdict()

@@ -11,7 +11,7 @@ from sagellm.core.errors import EngineError
 from sagellm.core.ids import BlockId
 from sagellm.core.kv_block import BlockHeader
 from sagellm.core.namespace import DEFAULT, Namespace
-from sagellm.core.protocols.eviction import CachedNode
+from sagellm.core.protocols.eviction import CachedNode, EvictionPolicyProtocol
 from sagellm.core.protocols.kv_events import KVEventSink, RemovalReason
 from sagellm.core.tokens import TokenIds, TokenIdsLike
 
@@ -63,6 +63,7 @@ class CachedRun(NamedTuple):
     block_ids: list[BlockId]
     namespace: Namespace
     parent: int | None  # index in the list of runs; None at the beginning of a prompt
+    last_use_ns: int = 0  # on the clock of the cache
 
     def __repr__(self) -> str:
         blocks = f"{len(self.block_ids)} blocks {_few(self.block_ids)}"
@@ -393,6 +394,19 @@ class PrefixCacheProtocol(ABC):
         """
         del token_ids, namespace
         return ()
+
+    def replace_policy(self, policy: EvictionPolicyProtocol) -> None:
+        """Evict in the order of another policy from now on; what is cached, locked or pinned stays so.
+
+        The new policy is told of every node (`on_insert`, parents first) and then of the unlocked leaves
+        (`add_candidate`), both in order of last use, so that it begins as if it had seen the latest use of
+        each. If it raises, the old one stays. By default raises EngineError: this cache keeps the
+        policy that it was made with. May cost O(cache · log cache).
+        """
+        del policy
+        raise EngineError(
+            f"{type(self).__name__} cannot change its eviction policy; name another one in prefix_cache.name"
+        )
 
     def keep_evicted(self, keep: Callable[[EvictedBlocks], None]) -> None:
         """Show `keep` what is about to be evicted, by the policy or for a quota, while its KV is intact.

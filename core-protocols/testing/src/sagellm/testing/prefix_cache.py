@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from sagellm.core.errors import BlockError, InvalidInputError, StaleMatchError
+from sagellm.core.errors import BlockError, ConfigError, EngineError, InvalidInputError, StaleMatchError
 from sagellm.core.ids import BlockId
 from sagellm.core.namespace import DEFAULT, Namespace
 from sagellm.core.protocols.eviction import EvictionPolicyProtocol, NullEvictionPolicy
@@ -442,6 +442,32 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         gone = [one for event in events if isinstance(event, BlockRemoved) for one in event.block_hashes]
         assert len(set(stored)) == 3
         assert gone == stored[-1:]
+
+    def test_another_policy_takes_over_what_is_cached(self) -> None:
+        """It is told of all nodes and unlocked leaves in order of last use; a cache may refuse to change."""
+        clock = VirtualClock()
+        cache = self.make(eviction_policy=NullEvictionPolicy(), clock=clock)
+        for first in (0, 10, 20):
+            cache.insert_prefix(range(first, first + 8), blocks(first, 2))
+            clock.advance_ns(1)
+        cache.insert_prefix([*range(4), *range(50, 54)], [BlockId(0), BlockId(5)])
+        locked = cache.lock(cache.match_prefix(range(10, 18)))
+        policy = AuditingEvictionPolicy()
+        try:
+            cache.replace_policy(policy)
+        except EngineError:
+            assert cache.evict(1) == []
+            return
+        cache.check_integrity()
+        cached = [block_id for each in cache.runs() for block_id in each.block_ids]
+        assert sorted(cached) == [0, 1, 5, 10, 11, 20, 21]
+        assert len(policy.candidates) == 3
+        assert [sorted(cache.evict(number)) for number in (1, 2, 2)] == [[21], [1, 20], [0, 5]]
+        cache.unlock(locked)
+        with pytest.raises(ConfigError):
+            cache.replace_policy(None)  # type: ignore[arg-type]
+        assert sorted(cache.evict(9)) == [10, 11]
+        assert policy.nodes == policy.candidates == {}
 
     def test_room_is_made_for_what_is_about_to_be_inserted(self) -> None:
         """No more leaves are evicted than necessary."""

@@ -22,7 +22,10 @@ def sagellm_commands() -> list[Command]:
         Command("serve", f"{_CLI}.serve:app", "Serve a model over HTTP, as the OpenAI API."),
         Command("engine", f"{_CLI}.engine.app:app", "Start, show and stop engines."),
         Command("explain", f"{_CLI}.explain:app", "Say what a running engine's scheduler decided, and why."),
-        Command("scheduler", f"{_CLI}.scheduler:app", "Watch and change the scheduler of a running engine."),
+        Command("scheduler", f"{_CLI}.scheduler:app", "Watch the scheduler of a running engine."),
+        Command(
+            "policy", f"{_CLI}.policy:app", "List policies, and show and switch those of a running engine."
+        ),
         Command("cache", f"{_CLI}.cache:app", "Watch and change the prefix cache of a running engine."),
         Command("pool", f"{_CLI}.pool:app", "Watch and compact the KV pool of a running engine."),
         *(

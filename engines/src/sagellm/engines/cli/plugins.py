@@ -48,6 +48,8 @@ class ProviderInfo:
     api: int  # the protocol version for which it was written
     api_installed: int
     is_automatic: bool = True  # False: settings such as `forward.backend: auto` leave it out
+    recommended_for: str = ""  # by the measurements that `measured` sums up
+    measured: str = ""
     description: str = ""  # first line of the target's docstring
     options: tuple[ProviderOption, ...] = ()
     error: str | None = None
@@ -233,6 +235,12 @@ def _provider_text(entry: ProviderInfo) -> str:
         f"protocol version {entry.api}, core has {entry.api_installed}",
         f"  error         {entry.error}" if entry.error else f"  description   {entry.description}",
     ]
+    for name, text in (
+        ("recommended", entry.recommended_for and f"for {entry.recommended_for}"),
+        ("measured", entry.measured),
+    ):
+        if text:
+            lines.append(f"  {name:<12}  {text}")
     if not entry.is_automatic:
         lines.append("  automatic     no: a setting has to name it")
     if entry.options:

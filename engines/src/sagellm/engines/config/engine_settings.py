@@ -66,6 +66,10 @@ class EngineSettings(TypedDict, total=False):
     """most KV blocks that the cache keeps; null: all there are"""
     eviction_policy: str | Mapping[str, Any] | ProviderSpec
     """policy that chooses what is evicted, by name"""
+    shadow: str | Sequence[str | Mapping[str, Any] | ProviderSpec]
+    """policies that run beside it without KV, separated by commas, to see what each would have saved"""
+    shadow_sample: float
+    """share of the blocks that shadows simulate; below 1 they estimate"""
     scheduler: str | Mapping[str, Any] | ProviderSpec
     """scheduler by name"""
     scheduler_passes: str | Sequence[str | Mapping[str, Any] | ProviderSpec]

@@ -270,6 +270,17 @@ class PrefixCacheConfig(Checked):
     max_blocks: int | None = Field(
         default=None, ge=1, description="most KV blocks that the cache keeps; null: all there are"
     )
+    shadow: Providers = provider(
+        "eviction_policy",
+        (),
+        "policies that run beside it without KV, separated by commas, to see what each would have saved",
+    )
+    shadow_sample: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share of the blocks that shadows simulate; below 1 they estimate",
+    )
     eviction_policy: OneProvider = provider(
         "eviction_policy", "reuse", "policy that chooses what is evicted, by name"
     )

@@ -34,6 +34,8 @@ FLAT_NAMES: dict[str, str] = {
     "prefix_cache": "prefix_cache.name",
     "prefix_cache_max_blocks": "prefix_cache.max_blocks",
     "eviction_policy": "prefix_cache.eviction_policy",
+    "shadow": "prefix_cache.shadow",
+    "shadow_sample": "prefix_cache.shadow_sample",
     "scheduler": "scheduler.name",
     "scheduler_passes": "scheduler.passes",
     "scheduler_print": "scheduler.print",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sagellm.core import (
@@ -14,6 +15,7 @@ from sagellm.core import (
     KVOffloadProtocol,
     LifetimePredictorProtocol,
     ModelGeometry,
+    ProviderSpec,
     Runtime,
     SchedulerIRProtocol,
     StepCostMetrics,
@@ -99,7 +101,8 @@ def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None
         masks=GrammarMasks(seats, plan.vocab_size, runtime.clock, preparing.count_masks),
     )
     memory, kv = _build_kv(plan, seats, steps)
-    speculation = _build_speculation(plan, kv.manager)
+    make_speculation = partial(_make_speculation, plan, kv.manager)
+    speculation = make_speculation(config.speculation.proposer)
     ir, passes, scheduler, batching = _build_scheduler(plan, kv.manager, speculation)
     core = EngineCore(
         CoreParts(
@@ -114,7 +117,7 @@ def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None
             runtime=runtime,
             cost_fit=plan.cost_fit,
             passes=passes,
-            speculation=speculation,
+            make_speculation=make_speculation,
             trace=plan.trace,
             metrics_of={
                 **kv.metrics_of,
@@ -130,9 +133,11 @@ def build_core(plan: CorePlan, executor: ExecutorProtocol, worker: Worker | None
             recorder=plan.recorder or Recorder(config.recording, runtime.clock, plan.layout.block_size),
         )
     )
-    if speculation is not None:
-        core.add_metrics("speculation", speculation.metrics)
-        core.add_metrics("draft_proposer", speculation.proposer_metrics)
+    if config.prefix_cache.shadow:
+        from sagellm.engines.engine_core.shadows import ShadowCaches
+
+        prefix = config.prefix_cache
+        core.run_shadows(ShadowCaches(modules, prefix.shadow, kv.manager, sample=prefix.shadow_sample))
     return core
 
 
@@ -148,10 +153,9 @@ def _build_kv(plan: CorePlan, seats: Seats, steps: StepRunner) -> tuple[KVMemory
     )
 
 
-def _build_speculation(plan: CorePlan, kv: KVCacheManager) -> Speculation | None:
-    """Build what adds drafts to steps, if the configuration names a proposer."""
+def _make_speculation(plan: CorePlan, kv: KVCacheManager, spec: ProviderSpec | None) -> Speculation | None:
+    """Make what adds drafts to steps, if there is to be a proposer."""
     config = plan.modules.config
-    spec = config.speculation.proposer
     if spec is None:
         return None
     return Speculation(

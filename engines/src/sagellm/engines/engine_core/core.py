@@ -23,6 +23,7 @@ from sagellm.core import (
     OutOfBlocksError,
     PluginError,
     PluginRegistry,
+    ProviderSpec,
     Runtime,
     SequenceId,
     StepWork,
@@ -35,7 +36,7 @@ from sagellm.core.protocols.step import CopyBlocks, KVOp, Seat
 from sagellm.core.request import RequestRecord, StepRecord
 from sagellm.engines.attention.progress_hook import ProgressHook
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
-from sagellm.engines.engine_core.observers import Observers
+from sagellm.engines.engine_core.observers import MeasuredWatcher, Observers, Watchers
 from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.predictions import Predictions
 from sagellm.engines.engine_core.preparing import Preparing
@@ -93,7 +94,7 @@ class CoreParts:
     registry: PluginRegistry
     runtime: Runtime
     passes: PassAdmin
-    speculation: Speculation | None = None
+    make_speculation: Callable[[ProviderSpec | None], Speculation | None] = lambda spec: None
     cost_fit: StepCostFit = field(default_factory=StepCostFit)
     trace: TraceWriter = field(default_factory=NullTrace)
     metrics_of: dict[str, Callable[[], Any]] = field(default_factory=dict)
@@ -134,6 +135,9 @@ class EngineCore(EngineProtocol):
         self.add_metrics("grammar", parts.preparing.metrics)
         self.add_metrics("recorder", parts.recorder.metrics)
         self.add_metrics("lifetime_predictor", self._predictions.metrics)
+        self.watchers = Watchers(parts.registry)
+        self.shadows: MeasuredWatcher | None = None
+        self._add_speculation()
         self._request_observers = Observers(parts.registry, "sagellm_request_finished")
         self._step_observers = Observers(parts.registry, "sagellm_step_finished")
         if kv_observers := Observers(parts.registry, "sagellm_kv_events"):
@@ -197,6 +201,8 @@ class EngineCore(EngineProtocol):
             sequence = Sequence.of(sequence)
         num_prompt_tokens = len(sequence.request.token_ids)
         self._predictions.begin(sequence)
+        if self.watchers:
+            self.watchers.arrived(sequence)
         self._metrics.num_prompt_tokens += num_prompt_tokens
         if sequence.params.structured_outputs is None or self._preparing.add(sequence):
             self.scheduler.add(sequence)
@@ -249,6 +255,8 @@ class EngineCore(EngineProtocol):
                 self.kv.poll()
             except Exception as error:
                 logger.exception("an idle engine failed: %s", self.parts.registry.describe(error))
+        if self.watchers:
+            self.watchers.stepped(self._clock.now_ns())
         return self.parts.worker is not None and self.runner.backend.use_idle_time()
 
     def close(self) -> None:
@@ -280,6 +288,31 @@ class EngineCore(EngineProtocol):
             modules=modules,
         )
 
+    def replace_predictor(self, predictor: LifetimePredictorProtocol) -> None:
+        """Predict lengths by another from now on, also of what is live. If it raises, the old one stays."""
+        self._predictions.replace(predictor, list(self.live_sequences()))
+        self.scheduler.read_predictions()
+
+    def replace_proposer(self, spec: ProviderSpec | None) -> None:
+        """Draft by another proposer from the next step on, or not at all. If it raises, the old one stays."""
+        self.scheduler.speculation = self.parts.make_speculation(spec)
+        self._add_speculation()
+
+    def run_shadows(self, shadows: MeasuredWatcher | None) -> None:
+        """Run shadow caches beside the prefix cache from now on, in place of those that do."""
+        self.parts.metrics_of.pop("shadows", None)
+        if self.shadows is not None:
+            self.watchers.remove(self.shadows)
+        self.shadows = shadows
+        if shadows is not None:
+            self.watchers.add(shadows)
+            self.add_metrics("shadows", shadows.metrics)
+
+    def live_sequences(self) -> Iterator[Sequence]:
+        """Yield all that wait, run or have their grammar compiled."""
+        for sequence_id in (*self.scheduler.sequence_ids, *self._preparing.sequence_ids):
+            yield self._sequence(sequence_id)
+
     def report_progress(self, beat: Callable[[], None]) -> None:
         """Have each layer of a forward pass call `beat`."""
         self.parts.progress.beat = beat
@@ -293,6 +326,15 @@ class EngineCore(EngineProtocol):
     def add_metrics(self, kind: str, read: Callable[[], Any]) -> None:
         """Include a module's metrics in the snapshot, under its kind."""
         self.parts.metrics_of[kind] = read
+
+    def _add_speculation(self) -> None:
+        """Include the metrics of what drafts, if anything does."""
+        speculation = self.scheduler.speculation
+        for kind in ("speculation", "draft_proposer"):
+            self.parts.metrics_of.pop(kind, None)
+        if speculation is not None:
+            self.add_metrics("speculation", speculation.metrics)
+            self.add_metrics("draft_proposer", speculation.proposer_metrics)
 
     def _end_late(self, now_ns: int, outputs: StepTokens) -> None:
         late = self.scheduler.expired(now_ns)
@@ -336,8 +378,8 @@ class EngineCore(EngineProtocol):
             return
         self._work = work = work_of(step)
         self.parts.cost_fit.add(work, self.steps.last_ns)
-        if self.parts.speculation is not None:
-            self.parts.speculation.measure(step, self.steps.last_ns)
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.measure(step, self.steps.last_ns)
         if self.kv.offload is not None:  # decides what is fetched
             self.kv.offload.measure_prefill(work.num_tokens, float(work.num_pairs), self.steps.last_ns)
 
@@ -412,8 +454,8 @@ class EngineCore(EngineProtocol):
         for _, seat, num_drafts, num_accepted in zip(*(each.tolist() for each in drafted), strict=True):
             self.kv.truncate(Seat(seat), int(self._seats.num_tokens[seat]))
             self.scheduler.log.drafted(self._seats.sequence_ids[seat], num_drafts, num_accepted)
-        if self.parts.speculation is not None:
-            self.parts.speculation.learn(drafted)
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.learn(drafted)
 
     def _describe(self, result: StepResult, row: int, tokens: list[int]) -> TokenOutput:
         """Return what a sequence's output says besides its tokens, and end the sequence if it is over."""
@@ -493,6 +535,8 @@ class EngineCore(EngineProtocol):
                 num_preemptions=sequence.num_preemptions,
             )
         self.parts.recorder.take(sequence, reason, finished_ns)
+        if self.watchers:
+            self.watchers.ended(sequence, reason, finished_ns)
         if self._request_observers:
             record = RequestRecord(
                 request_id=sequence.request.request_id,
@@ -540,6 +584,8 @@ class EngineCore(EngineProtocol):
                 work=self._work,
             )
             self._step_observers.tell(record=record)
+        if self.watchers:
+            self.watchers.stepped(self._clock.now_ns())
 
     @contextmanager
     def _without_exits(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from sagellm.core import SageLLMError
 from sagellm.engines.engine_core.core import EngineCore
@@ -13,6 +13,9 @@ from sagellm.engines.engine_core.decision_events import Admitted, Event, Finishe
 from sagellm.engines.engine_core.decision_log import Cause, Change, DecisionLog, Story
 from sagellm.engines.engine_core.kv_admin import CacheAdmin
 from sagellm.engines.engine_core.request_log import find_id
+
+if TYPE_CHECKING:
+    from sagellm.engines.engine_core.policies import PolicyChange
 
 MAX_WAITS = 8
 """Ranges between two other events; more are joined by reason."""
@@ -41,8 +44,23 @@ class SequenceExplanation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExplainedChange:
+    """A policy that was switched while a request was there; `at_ns` is since its arrival."""
+
+    at_ns: int
+    kind: str
+    before: str
+    after: str
+    made_by: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestExplanation:
-    """What happened to a request. `prefix` is what `CacheAdmin.why` says, None if that is not known."""
+    """What happened to a request. `prefix` is what `CacheAdmin.why` says, None if that is not known.
+
+    `changes` are the switches of policies while it was there.
+    """
 
     request_id: str
     tenant: str
@@ -52,12 +70,17 @@ class RequestExplanation:
     age_ns: int  # since its arrival
     sequences: tuple[SequenceExplanation, ...]
     prefix: dict[str, Any] | None
+    changes: tuple[ExplainedChange, ...] = ()
 
 
 class Explainer:
     """Answers for one engine, between two steps."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(
+        self, core: EngineCore, changes: Callable[[int, int], Seq[PolicyChange]] = lambda begin, end: ()
+    ) -> None:
+        """`changes` returns the switches of policies in an interval."""
+        self._changes = changes
         self._log = core.scheduler.log
         self._clock = core.parts.runtime.clock
         self._cache = CacheAdmin(core.kv, self._clock)
@@ -83,6 +106,17 @@ class Explainer:
             age_ns=now_ns - asked.arrival_ns,
             sequences=tuple(_explain(self._log, story, stories, now_ns) for story in own),
             prefix=self._prefix(request_id),
+            changes=tuple(
+                ExplainedChange(
+                    at_ns=each.at_ns - asked.arrival_ns,
+                    kind=each.kind,
+                    before=each.before,
+                    after=each.after,
+                    made_by=each.made_by,
+                    why=each.why,
+                )
+                for each in self._changes(asked.arrival_ns, max(map(_last_ns, own), default=now_ns))
+            ),
         )
 
     def _prefix(self, request_id: str) -> dict[str, Any] | None:
@@ -147,6 +181,12 @@ def _explain(log: DecisionLog, story: Story, stories: Seq[Story], now_ns: int) -
         num_draft_tokens=story.num_draft_tokens,
         num_accepted_tokens=story.num_accepted_tokens,
     )
+
+
+def _last_ns(story: Story) -> int:
+    """Return when a sequence ended, or that it has not."""
+    last = story.events[-1] if story.events else None
+    return story.facts.arrival_ns + last.at_ns if isinstance(last, Finished) else 1 << 62
 
 
 def _prepared(story: Story, now_ns: int) -> list[Waited]:

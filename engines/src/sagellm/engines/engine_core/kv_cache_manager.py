@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -14,6 +14,8 @@ from sagellm.core import (
     BlockId,
     Clock,
     EvictedBlocks,
+    EvictionMetrics,
+    EvictionPolicyProtocol,
     InsertResult,
     KVCacheEvent,
     KVIdentity,
@@ -69,7 +71,8 @@ class KVCacheManager:
         seats: Seats,
         clock: Clock,
         *,
-        policy_names: Mapping[str, str] | None = None,
+        policy: EvictionPolicyProtocol | None = None,
+        policy_name: str = "",
         offload: KVOffloadProtocol | None = None,
         identity: KVIdentity = UNNAMED,
     ) -> None:
@@ -79,11 +82,12 @@ class KVCacheManager:
         self._identity = identity
         self._fetches: list[_Fetching] = []  # in progress, even for sequences that have ended
         self._awaited: dict[SequenceId, _Awaited] = {}
-        self.policy_names = dict(policy_names or {})  # what the configuration calls a class
+        self.policy = policy  # of the cache; None: the cache's own order
+        self.policy_names = {type(policy).__name__: policy_name}  # what configurations call a class
         self.log = RequestLog()
         self.total_blocks = pool.total_blocks
         self._pool = pool
-        self._clock = clock
+        self.clock = clock
         self._block_size = pool.block_size
         self._events: list[KVCacheEvent] = []
         self._tell: Callable[[Seq[KVCacheEvent]], None] | None = None
@@ -97,6 +101,10 @@ class KVCacheManager:
     def available_blocks(self) -> int:
         """Blocks that are free or could be made free by eviction."""
         return self._pool.get_free_blocks() + self.cache.num_evictable_blocks
+
+    def policy_metrics(self) -> EvictionMetrics:
+        """Return the counts of the policy that evicts."""
+        return EvictionMetrics() if self.policy is None else self.policy.metrics()
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
@@ -187,7 +195,7 @@ class KVCacheManager:
         sequence.match, sequence.seats, sequence.seat = match, self.seats, seat
         if explain is not None:
             sequence.num_cached_tokens = num_cached
-            self.log.add(sequence, explain, self._clock.now_ns())
+            self.log.add(sequence, explain, self.clock.now_ns())
 
     def reserve(self, seats: Places, num_tokens: Ints) -> list[int]:
         """Give each sequence the blocks it still needs to hold so many tokens, in this order.
@@ -315,6 +323,12 @@ class KVCacheManager:
             events = tuple(self._events)
             self._events.clear()
             self._tell(events)
+
+    def replace_policy(self, policy: EvictionPolicyProtocol, name: str) -> None:
+        """Evict by another policy from now on. If the cache raises, the old one stays."""
+        self.cache.replace_policy(policy)
+        self.policy = policy
+        self.policy_names[type(policy).__name__] = name
 
     def take_free(self, num_blocks: int, sequence_id: SequenceId) -> list[BlockId]:
         """Take that many blocks, or as many as are free, for KV from elsewhere. Evicts nothing."""

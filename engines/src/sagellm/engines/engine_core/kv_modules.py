@@ -56,12 +56,22 @@ def build_kv(
         clock=clock,
         identity=identity,
     )
-    metrics = {"kv_pool": pool.metrics, "prefix_cache": cache.metrics, "eviction_policy": policy.metrics}
+    manager = KVCacheManager(
+        pool,
+        cache,
+        seats,
+        clock,
+        policy=policy,
+        policy_name=prefix.eviction_policy.name,
+        offload=offload,
+        identity=identity,
+    )
+    metrics = {
+        "kv_pool": pool.metrics,
+        "prefix_cache": cache.metrics,
+        "eviction_policy": manager.policy_metrics,
+    }
     if offload is not None:
         cache.keep_evicted(offload.keep)
         metrics["kv_tier"] = offload.metrics
-    names = {type(policy).__name__: prefix.eviction_policy.name}
-    manager = KVCacheManager(
-        pool, cache, seats, clock, policy_names=names, offload=offload, identity=identity
-    )
     return KVModules(manager=manager, pool=pool, cache=cache, metrics_of=metrics)

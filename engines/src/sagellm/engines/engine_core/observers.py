@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from sagellm.core import PluginRegistry, get_logger
+from sagellm.core import FinishReason, PluginRegistry, get_logger
 from sagellm.core.plugins.failure import contained
 
 if TYPE_CHECKING:
     from pluggy import HookCaller
+
+    from sagellm.engines.engine_core.sequence import Sequence
 
 logger = get_logger(__name__)
 
@@ -52,6 +54,73 @@ class Observers:
             with contained() as failure:
                 call(**what)
             failures.log(failure.error)
+
+
+class Watcher(Protocol):
+    """Follows what an engine does, in its own thread, and changes nothing during a step."""
+
+    def arrived(self, sequence: Sequence) -> None:
+        """A sequence was added."""
+
+    def ended(self, sequence: Sequence, reason: FinishReason, finished_ns: int) -> None:
+        """A sequence ended; its tokens are still there."""
+
+    def stepped(self, now_ns: int) -> None:
+        """A step is over, or the engine is idle. What changes policies does so here."""
+
+
+class MeasuredWatcher(Watcher, Protocol):
+    """A watcher whose figures are among the engine's metrics."""
+
+    def metrics(self) -> Any:
+        """Return its figures."""
+
+
+class Watchers:
+    """Those who follow an engine; falsy if there are none. One that raises is logged and asked no more."""
+
+    def __init__(self, registry: PluginRegistry) -> None:
+        self._registry = registry
+        self._watchers: tuple[Watcher, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._watchers)
+
+    def add(self, watcher: Watcher) -> None:
+        """Let one follow from now on."""
+        self._watchers += (watcher,)
+
+    def remove(self, watcher: Watcher) -> None:
+        """Let one follow no longer. Idempotent."""
+        self._watchers = tuple(each for each in self._watchers if each is not watcher)
+
+    def arrived(self, sequence: Sequence) -> None:
+        """Tell all."""
+        for each in self._watchers:
+            with contained() as failure:
+                each.arrived(sequence)
+            self._end(each, failure.error)
+
+    def ended(self, sequence: Sequence, reason: FinishReason, finished_ns: int) -> None:
+        """Tell all."""
+        for each in self._watchers:
+            with contained() as failure:
+                each.ended(sequence, reason, finished_ns)
+            self._end(each, failure.error)
+
+    def stepped(self, now_ns: int) -> None:
+        """Tell all."""
+        for each in self._watchers:
+            with contained() as failure:
+                each.stepped(now_ns)
+            self._end(each, failure.error)
+
+    def _end(self, watcher: Watcher, error: BaseException | None) -> None:
+        if error is None:
+            return
+        self.remove(watcher)
+        name = type(watcher).__name__
+        logger.error("%s failed and ends: %s", name, self._registry.describe(error), exc_info=error)
 
 
 def _name(call: HookCaller) -> str:

@@ -30,16 +30,15 @@ class PassAdmin:
     def __init__(self, ir: SchedulerIRProtocol, modules: Modules) -> None:
         """Add the configured passes to a scheduler. Raises ConfigError, PluginError or PassError."""
         self._ir = ir
-        self._modules = modules
-        self._config = modules.config.scheduler
-        self._running = self._build(self._config)
+        self.modules = modules
+        self._running = self._build(modules.config.scheduler)
         self._failures: dict[str, str] = {}
         for _, each in self._running:
             ir.add_optimization_pass(each)
 
     def passes(self) -> dict[str, Any]:
         """Return the configured passes, by stage and others, those that run, in order, and what failed."""
-        config = self._config
+        config = self.modules.config.scheduler
         return {
             "stages": {stage: _plain(getattr(config, stage)) for stage in STAGES},
             "passes": [each.plain() for each in config.passes],
@@ -51,7 +50,15 @@ class PassAdmin:
         """Return the passes that failed."""
         return PassFailures(failures=dict(self._failures))
 
-    def set_passes(self, text: str) -> dict[str, Any]:
+    @property
+    def text(self) -> str:
+        """What `set_passes` takes to have the configured passes again."""
+        config = self.modules.config.scheduler
+        stages = [(stage, getattr(config, stage)) for stage in STAGES]
+        named = [f"{stage}={'none' if spec is None else spec.text}" for stage, spec in stages]
+        return ",".join([*(each.text for each in config.passes), *named])
+
+    def set_passes(self, text: str) -> None:
         """Change passes as `scheduler.passes` would at the start; stages that it does not name stay.
 
         A pass that stays the same keeps its state. Raises ConfigError, PluginError, PassError or
@@ -59,12 +66,10 @@ class PassAdmin:
         """
         if not isinstance(text, str):  # operators' calls are not typed
             raise InvalidInputError(f"the passes are {shown(text)}; they must be a text such as order=NAME")
-        values = {name: value for name, value in self._config if name != "passes"}
-        changed = SchedulerConfig(**{**values, "passes": text})
-        built = self._build(changed)
+        changed = self.modules.changed({"scheduler.passes": text})
+        built = self._build(changed.scheduler)
         self._ir.set_passes([each for _, each in built])
-        self._config, self._running, self._failures = changed, built, {}
-        return self.passes()
+        self.modules.config, self._running, self._failures = changed, built, {}
 
     def remove_failed(self, error: PassError) -> bool:
         """Remove the pass that failed. Returns False for an unknown one, and if passes cannot change."""
@@ -80,18 +85,18 @@ class PassAdmin:
             return False
         self._running = kept
         spec = found[0]
-        why = self._modules.registry.describe(error.__cause__ or error)
+        why = self.modules.registry.describe(error.__cause__ or error)
         self._failures[spec.text] = why
         _logger.error(
             "%s failed and is removed until passes are set again: %s",
-            self._modules.label("scheduler_pass", spec.name),
+            self.modules.label("scheduler_pass", spec.name),
             why,
             exc_info=error,
         )
         return True
 
     def _build(self, config: SchedulerConfig) -> list[tuple[ProviderSpec, SchedulerPassProtocol]]:
-        return [(spec, self._modules.make("scheduler_pass", spec)) for spec in config.pipeline]
+        return [(spec, self.modules.make("scheduler_pass", spec)) for spec in config.pipeline]
 
 
 def _plain(spec: ProviderSpec | None) -> Any:

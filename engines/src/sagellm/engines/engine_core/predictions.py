@@ -63,6 +63,28 @@ class Predictions:
             sequence.scored = scored_prediction(asked, prediction)
         self._failures.log(failure.error)
 
+    def replace(self, predictor: LifetimePredictorProtocol, sequences: Seq[Sequence]) -> None:
+        """Ask another predictor from now on, first of all about the sequences that are live; scores restart.
+
+        If it raises, or predicts what cannot be, the old one stays.
+        """
+        lengths = [sequence.num_output_tokens for sequence in sequences]
+        asked = [
+            unchecked(PredictionRequest, vars(sequence.asked), current_length=length)
+            for sequence, length in zip(sequences, lengths, strict=True)
+        ]
+        found = predictor.predict_all(asked)
+        expected = list(map(_mean_of, sequences, found))
+        self._predictor, self._scores = predictor, LifetimeScores()
+        self._scores.num_predictions = len(found)
+        for sequence, request, prediction, length, mean in zip(
+            sequences, asked, found, lengths, expected, strict=True
+        ):
+            sequence.predicted_tokens, sequence.confidence = length + mean, float(prediction.confidence)
+            sequence.scored = scored_prediction(request, prediction)
+            if sequence.seat is not None:
+                self._put(sequence, length)
+
     def renew(self) -> None:
         """Ask again about the running sequences that have become longer than predicted, all at once."""
         seats = self._seats
@@ -113,20 +135,30 @@ class Predictions:
             unchecked(PredictionRequest, vars(sequence.asked), current_length=length)
             for sequence, length in zip(sequences, lengths, strict=True)
         ]
-        columns = self._seats.schedule_columns.arrays
         found = self._predictor.predict_all(asked)
         for sequence, length, prediction in zip(sequences, lengths, found, strict=True):
             _take(sequence, prediction, length)
-            seat = sequence.seat
-            assert seat is not None, "it runs"
-            columns["predicted_tokens"][seat] = sequence.predicted_tokens
-            columns["confidence"][seat] = sequence.confidence
-            ahead = max(int(sequence.predicted_tokens or 0) + 1 - length, _MIN_TOKENS, length // 4)
-            self._seats.ask_at[seat] = self._seats.num_tokens[seat] + ahead
+            self._put(sequence, length)
+
+    def _put(self, sequence: Sequence, length: int) -> None:
+        """Put what is predicted of a running sequence into its columns, and say when to ask again."""
+        seats, seat = self._seats, sequence.seat
+        assert seat is not None, "it runs"
+        columns = seats.schedule_columns.arrays
+        columns["predicted_tokens"][seat] = sequence.predicted_tokens
+        columns["confidence"][seat] = sequence.confidence
+        ahead = max(int(sequence.predicted_tokens or 0) + 1 - length, _MIN_TOKENS, length // 4)
+        seats.ask_at[seat] = seats.num_tokens[seat] + ahead
 
 
 def _take(sequence: Sequence, prediction: LifetimePrediction, length: int) -> None:
     """Note what is predicted of a sequence with so much output: the mean, by which orders are best."""
+    mean = _mean_of(sequence, prediction)
+    sequence.predicted_tokens, sequence.confidence = length + mean, float(prediction.confidence)
+
+
+def _mean_of(sequence: Sequence, prediction: LifetimePrediction) -> float:
+    """Return how many more tokens are expected. Raises InvalidInputError for what cannot be."""
     median, confidence = float(prediction.remaining_length), float(prediction.confidence)
     remaining = median if prediction.mean is None else float(prediction.mean)
     if not (0 <= median < _MOST_TOKENS and 0 <= remaining < _MOST_TOKENS and 0 <= confidence <= 1):
@@ -134,4 +166,4 @@ def _take(sequence: Sequence, prediction: LifetimePrediction, length: int) -> No
             f"what it predicts of {sequence.sequence_id} is not possible: {remaining} tokens "
             f"(median {median}) with confidence {confidence}"
         )
-    sequence.predicted_tokens, sequence.confidence = length + remaining, confidence
+    return remaining

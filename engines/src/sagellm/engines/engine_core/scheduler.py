@@ -64,7 +64,7 @@ class Scheduler:
         self._seats = kv.seats
         self._batching = batching
         self._now_ns = now_ns
-        self._speculation = speculation
+        self.speculation = speculation
         self._sequences: dict[SequenceId, Sequence] = {}
         self._waiting = WaitingRows()
         self._running: list[Sequence] = []  # in order of admission, like `_running_seats`
@@ -112,6 +112,10 @@ class Scheduler:
     def num_live_tokens(self) -> int:
         """Tokens of running sequences whose KV is stored."""
         return int(self._seats.num_committed[self._running_seats].sum())
+
+    def read_predictions(self) -> None:
+        """Read again what is predicted of the sequences that wait."""
+        self._waiting.refresh()
 
     def __contains__(self, sequence_id: SequenceId) -> bool:
         return sequence_id in self._sequences
@@ -178,7 +182,7 @@ class Scheduler:
         self._seats.last_step[planned.seats] = plan.step
         if self._seats.scored:
             return self._limit_scored(planned)
-        return planned if self._speculation is None else self._speculation.with_drafts(planned)
+        return planned if self.speculation is None else self.speculation.with_drafts(planned)
 
     def expired(self, now_ns: int) -> list[SequenceId]:
         """Return the sequences whose deadline has passed. One comparison until the earliest one has."""
@@ -216,8 +220,8 @@ class Scheduler:
         if sequence is None:
             raise UnknownRequestError(f"no live request has the id {sequence_id!r}")
         self.log.finished(sequence, status)
-        if self._speculation is not None:
-            self._speculation.departed(sequence, is_over=status in _COMPLETE)
+        if self.speculation is not None:
+            self.speculation.departed(sequence, is_over=status in _COMPLETE)
         self._kv.release(sequence, is_sound=status is not RequestStatus.FINISHED_ERROR)
         if sequence.status is RequestStatus.RUNNING:
             self._stop_running(sequence)
@@ -311,8 +315,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, *, is_swapped: bool) -> None:
         is_swapped = is_swapped and self._kv.swap_out(sequence)
-        if self._speculation is not None:
-            self._speculation.departed(sequence, is_over=False)
+        if self.speculation is not None:
+            self.speculation.departed(sequence, is_over=False)
         self._kv.release(sequence)
         self._stop_running(sequence)
         sequence.status = RequestStatus.SWAPPED if is_swapped else RequestStatus.WAITING

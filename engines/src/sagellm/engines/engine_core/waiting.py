@@ -69,6 +69,14 @@ class WaitingRows:
             self._order = self._order[is_kept]
         self._rows = None
 
+    def refresh(self) -> None:
+        """Read again what is predicted of each."""
+        for sequence_id, row in self._row_of.items():
+            sequence = self._by_row[row]
+            assert sequence is not None, sequence_id
+            self._columns.put(row, sequence)
+        self._rows = None
+
     def rows(self) -> RequestRows:
         """Return them as a scheduler sees them, valid until one is added or removed."""
         if self._rows is None:

@@ -58,5 +58,5 @@ class FunctionProposer(DraftProposerProtocol):
 
 def propose_with(engine: Any, propose: Propose) -> FunctionProposer:
     """Have an engine made with `DRAFTING` ask a function for drafts."""
-    engine.client.core.parts.speculation.proposer = made = FunctionProposer(propose)
+    engine.client.core.scheduler.speculation.proposer = made = FunctionProposer(propose)
     return made

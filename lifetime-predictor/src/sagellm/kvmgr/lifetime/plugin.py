@@ -13,6 +13,8 @@ def sagellm_providers() -> list[Provider]:
             "statistical",
             f"{package}.mixture:StatisticalLifetimePredictor",
             "lengths of answers to the same prefix, prompt length and client",
+            recommended_for="all loads",
+            measured="off by 46.9 tokens on Azure's conversations (the median length by 145.5), 0.1 ms",
         ),
         Provider(
             kind,
@@ -31,6 +33,7 @@ def sagellm_providers() -> list[Provider]:
             "ranker",
             f"{package}.ranker:RankingLifetimePredictor",
             "statistical, and the order of outputs, learnt from words while serving",
+            measured="as statistical, for which it takes 0.7 ms: its order gains no more on chats with text",
         ),
         Provider(
             kind,

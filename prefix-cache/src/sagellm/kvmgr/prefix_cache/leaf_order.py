@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -124,6 +124,22 @@ class Leaves:
         own = self._own.get(node.namespace.account)
         if own is not None:
             own.remove_candidate(node)
+
+    def replace(self, policy: LeafOrder, nodes: Sequence[PrefixNode]) -> None:
+        """Rank by another policy, once it knows all nodes of the tree in order of last use, parents first.
+
+        If it raises, nothing has changed.
+        """
+        told: set[PrefixNode] = set()
+        ends = [node for node in nodes if not node.children]
+        for end in sorted(ends, key=attrgetter("last_access_ns")):
+            for node in reversed(end.path()):
+                if node not in told:
+                    told.add(node)
+                    policy.on_insert(node)
+        for leaf in sorted(self._find_leaves(), key=attrgetter("last_access_ns")):
+            policy.add_candidate(leaf)
+        self.policy, self.failure = policy, ""
 
     def fail(self, error: BaseException) -> LeafLRU:
         """Replace the policy because of an error; return its successor, which ranks all unlocked leaves."""

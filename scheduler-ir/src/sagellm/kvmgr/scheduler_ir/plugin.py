@@ -16,6 +16,17 @@ _PASSES = (
     ("tenant-limits", "tenant_limits:AdmissionLimitPass", "limits what one tenant runs at a time"),
 )
 
+_RECOMMENDED = {
+    "shortest": (
+        "most loads",
+        "goodput +36 % over first come, first served at 0.9 of what that carries, +6 % with closed loops",
+    ),
+    "fair-share": ("several tenants", "Jain's index of their shares 0.999, without it 0.990"),
+    "chunked-prefill": ("all loads", "keeps steps within their target, so that others go on decoding"),
+    "priority": ("urgent requests", "P99 of their wait 0.08 s on a chat trace, in order of arrival 48 s"),
+}
+"""Name → what our measurements recommend it for, and what they found (docs/simulation.md)."""
+
 
 @hookimpl
 def sagellm_providers() -> list[Provider]:
@@ -28,7 +39,14 @@ def sagellm_providers() -> list[Provider]:
             "continuous batching, chunked prefill, preemption",
         ),
         *(
-            Provider("scheduler_pass", name, f"sagellm.kvmgr.scheduler_ir.passes.{target}", summary)
+            Provider(
+                "scheduler_pass",
+                name,
+                f"sagellm.kvmgr.scheduler_ir.passes.{target}",
+                summary,
+                True,
+                *_RECOMMENDED.get(name, ()),
+            )
             for name, target, summary in _PASSES
         ),
     ]

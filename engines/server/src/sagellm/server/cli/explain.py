@@ -52,6 +52,12 @@ def _explained(found: Values) -> Iterator[str]:
         f"{_seconds(found['age_ns'])} ago: prompt of {_tokens(found['num_prompt_tokens'])}, "
         f"at most {found['max_tokens']:,} more"
     )
+    for each in found["changes"]:
+        why = f": {each['why']}" if each["why"] else ""
+        yield (
+            f"{each['kind']} became {each['after']} instead of {each['before']} after "
+            f"{_seconds(each['at_ns'])}, by the {each['made_by']}{why}"
+        )
     for sequence in found["sequences"]:
         yield ""
         yield from _lines(sequence)

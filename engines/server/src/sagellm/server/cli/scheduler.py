@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from sagellm.core.plugins.option_text import options_text
 from sagellm.engines.cli.output import columns
-from sagellm.server.cli.running import AsJson, EngineName, ask, show
+from sagellm.server.cli.running import AsJson, EngineArgument, EngineName, ask, show
 from sagellm.server.cli.stats import scheduler as app
 
 
 @app.command()
-def passes(
-    change: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PASSES]",
-            help="What scheduler.passes would be, as in order=NAME,share=none; stages it does not name stay. "
-            "[default: show them]",
-        ),
-    ] = None,
-    *,
-    engine: EngineName = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show the scheduler's passes in the order in which they run, or change them between two steps.
+def passes(name: EngineArgument = None, *, engine: EngineName = None, as_json: AsJson = False) -> None:
+    """Show the scheduler's passes in the order in which they run, and which failed and were removed.
 
-    If a pass is unknown or refused, nothing changes; one that fails later is removed, and shown here with the
-    reason. A restart takes those of the configuration again.
+    `policy set passes` changes them.
     """
-    found = ask("passes", engine) if change is None else ask("set_passes", engine, text=change)
+    found = ask("passes", name, engine)
     before = [("order", found["stages"]["order"]), *(("-", each) for each in found["passes"])]
     after = [(stage, each) for stage, each in found["stages"].items() if stage != "order"]
     rows = [(stage, *_named(each, found["failures"])) for stage, each in (*before, *after)]

@@ -181,6 +181,7 @@ class ServerMetrics(Collector):
         yield from self._passes()
         yield from self._structured()
         yield from self._recording()
+        yield from self._policies()
         told = "policies, passes, draft proposers and recorders that failed; the engine goes on without them"
         yield gauge("failed_modules", told, failed, "kind")
         yield from self._of_tenants()
@@ -238,6 +239,38 @@ class ServerMetrics(Collector):
         yield self._counter("recorded_requests", told, read(recorder, "num_recorded"))
         told = "requests that the recording lacks, as it could not keep up or failed"
         yield self._counter("recording_dropped_requests", told, read(recorder, "num_dropped"))
+
+    def _policies(self) -> Iterable[Metric]:
+        """Yield which policies are in force, what changed them, and what shadows would have saved."""
+        found, shadows = self._engine.modules.get("policies"), self._engine.modules.get("shadows")
+        names = {(kind, name): 1 for kind, name in getattr(found, "policies", {}).items()}
+        yield self._gauge("policy_info", "1 for the policies in force", names, "kind", "policy")
+        changes = {
+            (kind, who): number
+            for kind, by_whom in getattr(found, "num_changes", {}).items()
+            for who, number in by_whom.items()
+        }
+        yield self._counter("policy_changes", "switches of policies, by whom", changes, "kind", "made_by")
+        told = "prompt tokens that shadow caches have seen"
+        yield self._counter("shadow_cache_queries", told, read(shadows, "num_query_tokens"))
+        each_of = getattr(shadows, "shadows", ())
+        hits = {each.policy: each.num_hit_tokens for each in each_of}
+        told = "prompt tokens that a policy would have saved"
+        yield self._counter("shadow_cache_hits", told, hits, "policy")
+        rates = {
+            (each.policy, bound): value
+            for each in each_of
+            for bound, value in (
+                ("low", each.recent_low),
+                ("estimate", each.recent_hit_rate),
+                ("high", each.recent_high),
+            )
+            if value is not None
+        }
+        told = (
+            "share of prompt tokens of the latest 1,000 requests, with the 95 % interval where it is sampled"
+        )
+        yield self._gauge("shadow_cache_hit_rate", told, rates, "policy", "bound")
 
     def _of_tenants(self) -> Iterable[Metric]:
         """Yield what each tenant has and gets; labels are the operator's names, or hashes."""

@@ -28,6 +28,7 @@ from sagellm.core.protocols.grammar import StructuredOutputMetrics
 from sagellm.core.protocols.sparsifier import SparsifierMetrics
 from sagellm.engines.engine_core.batching import BatchingMetrics
 from sagellm.engines.engine_core.pass_failures import PassFailures
+from sagellm.engines.engine_core.policy_metrics import PolicyMetrics, ShadowMetrics
 from sagellm.engines.engine_core.speculation_metrics import SpeculationMetrics
 from sagellm.engines.recording.recorder import RecorderMetrics
 from sagellm.engines.worker.work import WorkMetrics
@@ -41,6 +42,8 @@ _TYPES: dict[str, type[Any]] = {
     "grammar": StructuredOutputMetrics,
     "kv_pool": KVPoolMetrics,
     "lifetime_predictor": LifetimeMetrics,
+    "policies": PolicyMetrics,
+    "shadows": ShadowMetrics,
     "model_family": ModelMetrics,
     "prefix_cache": PrefixCacheMetrics,
     "quantizer": QuantizerMetrics,
@@ -63,6 +66,7 @@ def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
     from sagellm.engines.engine_core.core import EngineCore
     from sagellm.engines.engine_core.explanation import Explainer
     from sagellm.engines.engine_core.kv_admin import CacheAdmin, PoolAdmin
+    from sagellm.engines.engine_core.policies import PolicyAdmin
     from sagellm.engines.recording.recorder_admin import RecorderAdmin
 
     common: dict[str, Callable[..., Any]] = {"metrics": core.metrics, "ping": time.monotonic_ns}
@@ -72,12 +76,15 @@ def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
     cache = CacheAdmin(core.kv, clock)
     pool = PoolAdmin(Compactor(core.kv, core.steps.copy_blocks, clock, core.has_unfinished))
     recorder = RecorderAdmin(core.parts.recorder)
+    policies = PolicyAdmin(core)
     return {
         **common,
         "check": core.kv.check_integrity,
-        "explain": Explainer(core).explain,
+        "explain": Explainer(core, policies.changes_between).explain,
         "passes": core.parts.passes.passes,
-        "set_passes": core.parts.passes.set_passes,
+        "policies": policies.policies,
+        "policy_set": policies.set,
+        "policy_shadow": policies.shadow,
         "cache_why": cache.why,
         "cache_pin": cache.pin,
         "cache_pins": cache.pins,

@@ -1,0 +1,275 @@
+"""Shows and switches the policies of a running engine, between two steps."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from sagellm.core import (
+    ConfigError,
+    EngineError,
+    FinishReason,
+    InvalidInputError,
+    ProviderSpec,
+    SageLLMError,
+    get_logger,
+)
+from sagellm.core.errors import nearest
+from sagellm.core.plugins.failure import contained
+from sagellm.core.plugins.option_text import split
+from sagellm.engines.config.shown import shown
+from sagellm.engines.engine_core.core import EngineCore
+from sagellm.engines.engine_core.guards import Guard, LatestRequests, Limit
+from sagellm.engines.engine_core.policy_metrics import KINDS, PolicyMetrics
+from sagellm.engines.engine_core.sequence import Sequence
+from sagellm.engines.engine_core.shadows import ShadowCaches
+
+_logger = get_logger(__name__)
+
+_MAX_CHANGES = 100
+_CHECK_NS = 200_000_000
+"""Between two looks at a guard's figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyChange:
+    """One switch. `made_by` is "operator" or "guard"."""
+
+    at_ns: int
+    kind: str
+    before: str
+    after: str
+    made_by: Literal["operator", "guard"]
+    why: str = ""
+    took_ns: int = 0
+
+
+@dataclass(slots=True)
+class _Guarded:
+    """A switch with a guard, and what it goes back to."""
+
+    guard: Guard
+    before: str
+
+
+class PolicyAdmin:
+    """Shows and switches policies, and goes back when a guard's limit is broken.
+
+    A switch happens between two steps and loses neither a request nor a token. An eviction policy is told of
+    all that is cached in order of last use, a predictor of all that is live, and a proposer of drafts of each
+    sequence when it is first asked about it; a pass that stays keeps its state. If anything raises, the old
+    one stays. What the old one had learnt is gone.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core, self._modules = core, core.parts.passes.modules
+        self._clock = core.parts.runtime.clock
+        self._requests = LatestRequests()
+        self._guarded: dict[str, _Guarded] = {}
+        self._changes: deque[PolicyChange] = deque(maxlen=_MAX_CHANGES)
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._checked_ns = 0
+        self._switches: dict[str, Callable[[str], None]] = {
+            "eviction": self._set_eviction,
+            "passes": core.parts.passes.set_passes,
+            "predictor": self._set_predictor,
+            "drafts": self._set_drafts,
+        }
+        core.watchers.add(self)
+        core.add_metrics("policies", self.metrics)
+
+    def policies(self) -> dict[str, Any]:
+        """Return what is in force, the guards, the latest changes, and what shadows would have saved."""
+        now_ns = self._clock.now_ns()
+        since = {each.kind: each.at_ns for each in self._changes}
+        shadows = self._core.shadows
+        return {
+            "policies": {
+                kind: {
+                    "name": self._name(kind),
+                    "for_s": (now_ns - since[kind]) / 1e9 if kind in since else None,
+                    "setting": KINDS[kind].setting,
+                    "guard": None if kind not in self._guarded else _plain(self._guarded[kind]),
+                }
+                for kind in KINDS
+            },
+            "changes": [asdict(each) | {"ago_s": (now_ns - each.at_ns) / 1e9} for each in self._changes],
+            "shadows": None if shadows is None else asdict(shadows.metrics()),
+        }
+
+    def set(
+        self,
+        kind: str,
+        name: str,
+        *,
+        guards: list[str] | None = None,
+        window_s: float = 30.0,
+        min_requests: int = 20,
+    ) -> dict[str, Any]:
+        """Switch a kind of policy to a name with its options; guards hold until one trips or the next switch.
+
+        Raises ConfigError, LookupError, PluginError or InvalidInputError, and changes nothing then.
+        """
+        kind = _kind(kind)
+        if not isinstance(name, str) or not name.strip():
+            raise InvalidInputError(f"the policy is {shown(name)}; it must be a name, such as lru")
+        guard = self._guard(guards or [], window_s, min_requests)
+        before = self._name(kind)
+        self._switch(kind, name.strip(), "operator")
+        self._guarded.pop(kind, None)
+        if guard is not None:
+            self._guarded[kind] = _Guarded(guard, before)
+        return self.policies()
+
+    def shadow(self, names: str, *, sample: float = 1.0) -> dict[str, Any]:
+        """Run eviction policies beside the live one from now on, in place of those that do; "off" ends it.
+
+        They begin with what is cached. Raises ConfigError, LookupError or PluginError; nothing changes then.
+        """
+        if not isinstance(names, str):
+            raise InvalidInputError(
+                f"the shadows are {shown(names)}; they must be a text, such as lru,s3fifo"
+            )
+        specs = tuple(map(ProviderSpec.of, split(names)))
+        if [spec.name for spec in specs] in ([], ["off"], ["none"]):
+            self._modules.config = self._modules.changed({"prefix_cache.shadow": ()})
+            self._core.run_shadows(None)
+            return self.policies()
+        changed = self._modules.changed({"prefix_cache.shadow": specs, "prefix_cache.shadow_sample": sample})
+        shadows = ShadowCaches(self._modules, specs, self._core.kv, sample=sample)
+        shadows.begin_like(self._core.kv.cache)
+        self._modules.config = changed
+        self._core.run_shadows(shadows)
+        return self.policies()
+
+    def changes_between(self, begin_ns: int, end_ns: int) -> list[PolicyChange]:
+        """Return the switches in an interval on the engine's clock."""
+        return [each for each in self._changes if begin_ns <= each.at_ns <= end_ns]
+
+    def metrics(self) -> PolicyMetrics:
+        """Return what is in force, and how often it was switched."""
+        return PolicyMetrics(
+            policies={kind: self._name(kind) for kind in KINDS},
+            num_changes={
+                kind: {who: self._counts[kind, who] for who in ("operator", "guard")} for kind in KINDS
+            },
+            num_guards=len(self._guarded),
+        )
+
+    def arrived(self, sequence: Sequence) -> None:
+        """Nothing is known of it yet."""
+
+    def ended(self, sequence: Sequence, reason: FinishReason, finished_ns: int) -> None:
+        """Note how it ended, for guards."""
+        self._requests.add(sequence, reason, finished_ns)
+
+    def stepped(self, now_ns: int) -> None:
+        """Look at the guards, five times a second."""
+        if not self._guarded or now_ns - self._checked_ns < _CHECK_NS:
+            return
+        self._checked_ns = now_ns
+        live = list(self._core.live_sequences())
+        for kind, guarded in list(self._guarded.items()):
+            if (why := guarded.guard.breach(self._requests, live, now_ns)) is not None:
+                del self._guarded[kind]
+                self._go_back(kind, guarded.before, why)
+
+    def _go_back(self, kind: str, before: str, why: str) -> None:
+        now = self._name(kind)
+        with contained() as failure:
+            self._switch(kind, before, "guard", why)
+        if failure.error is None:
+            _logger.warning("the guard of %s %s tripped: %s; back to %s", kind, now, why, before)
+        else:
+            told = self._modules.registry.describe(failure.error)
+            _logger.error("the guard of %s tripped: %s; but %s cannot return: %s", kind, why, before, told)
+
+    def _switch(self, kind: str, name: str, made_by: Literal["operator", "guard"], why: str = "") -> None:
+        before, began_ns = self._name(kind), self._clock.now_ns()
+        with contained() as failure:
+            self._switches[kind](name)
+        if (error := failure.error) is not None:
+            if isinstance(error, SageLLMError):
+                raise error
+            told = self._modules.registry.describe(error)
+            raise EngineError(f"{name} cannot take over, so nothing changed: {told}") from error
+        took_ns = self._clock.now_ns() - began_ns
+        after = self._name(kind)
+        self._changes.append(
+            PolicyChange(
+                at_ns=self._clock.now_ns(),
+                kind=kind,
+                before=before,
+                after=after,
+                made_by=made_by,
+                why=why,
+                took_ns=took_ns,
+            )
+        )
+        self._counts[kind, made_by] += 1
+        if made_by == "operator":
+            _logger.info(
+                "%s: %s instead of %s, from the next step on (%.1f ms)", kind, after, before, took_ns / 1e6
+            )
+
+    def _set_eviction(self, text: str) -> None:
+        changed = self._modules.changed({"prefix_cache.eviction_policy": (spec := ProviderSpec.of(text))})
+        if not self._modules.config.prefix_cache.enabled:
+            raise ConfigError("prefix caching is off (prefix_cache.enabled), so nothing is ever evicted")
+        self._core.kv.replace_policy(self._modules.eviction_policy(spec), spec.name)
+        self._modules.config = changed
+
+    def _set_predictor(self, text: str) -> None:
+        changed = self._modules.changed({"predictor.name": (spec := ProviderSpec.of(text))})
+        self._core.replace_predictor(self._modules.make("lifetime_predictor", spec))
+        self._modules.config = changed
+
+    def _set_drafts(self, text: str) -> None:
+        spec = None if text in ("none", "off") else ProviderSpec.of(text)
+        changed = self._modules.changed({"speculation.proposer": spec})
+        self._core.replace_proposer(spec)
+        self._modules.config = changed
+
+    def _name(self, kind: str) -> str:
+        config = self._modules.config
+        if kind == "passes":
+            return self._core.parts.passes.text
+        if kind == "eviction":
+            return config.prefix_cache.eviction_policy.text if config.prefix_cache.enabled else "off"
+        spec = config.predictor.name if kind == "predictor" else config.speculation.proposer
+        return "none" if spec is None else spec.text
+
+    def _guard(self, texts: list[str], window_s: float, min_requests: int) -> Guard | None:
+        if not texts:
+            return None
+        if not 0 < window_s <= 86_400:
+            raise ConfigError(f"the guard's window is {window_s:g} s; it must be above 0, and at most a day")
+        if min_requests < 1:
+            raise ConfigError(f"the guard wants {min_requests} requests; it must be at least 1")
+        now_ns = self._clock.now_ns()
+        before = self._requests.window(now_ns - round(window_s * 1e9), self._core.live_sequences(), now_ns)
+        limits = tuple(Limit.read(text, before) for text in texts)
+        return Guard(limits=limits, window_s=window_s, min_requests=min_requests, since_ns=now_ns)
+
+
+def _kind(given: str) -> str:
+    """Return a kind by its name, or by that of its providers. Raises ConfigError."""
+    by_provider = {each.provider_kind: name for name, each in KINDS.items()}
+    if isinstance(given, str) and (name := by_provider.get(given, given)) in KINDS:
+        return name
+    raise ConfigError(
+        f"the kind of policy is {shown(given)}; what can be switched is {', '.join(KINDS)}."
+        f"{nearest(str(given), [*KINDS, *by_provider])}"
+    )
+
+
+def _plain(guarded: _Guarded) -> dict[str, Any]:
+    guard = guarded.guard
+    return {
+        "limits": [{"text": each.text, "metric": each.metric, "value": each.value} for each in guard.limits],
+        "window_s": guard.window_s,
+        "min_requests": guard.min_requests,
+        "back_to": guarded.before,
+    }
