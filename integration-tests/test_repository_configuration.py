@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from sagellm.core.protocols.scheduler_ir import STAGES
 from sagellm.engines.config.schema import SECTIONS, EngineConfig
-from sagellm.engines.config.sections import STAGES
 from sagellm.engines.config.settings import ALL_NAMES, flag_of
 
 ROOT = Path(__file__).resolve().parents[1]

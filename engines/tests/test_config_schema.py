@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from sagellm.core import ConfigError, ProviderSpec
+from sagellm.core.protocols.scheduler_ir import STAGES
 from sagellm.engines.config import EngineConfig, KVConfig, SchedulerConfig
 from sagellm.engines.config.schema import PROVIDER_KINDS
-from sagellm.engines.config.sections import STAGES
 from sagellm.engines.config.settings import ALL_NAMES, flag_of
 from sagellm.engines.config.sources import load_config
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from sagellm.core import ConfigError, ProviderSpec
-from sagellm.core.errors import nearest
-from sagellm.core.plugins.option_text import read_value, slot_of, split
+from sagellm.core.plugins.option_text import read_value, split
+from sagellm.core.protocols.scheduler_ir import STAGES, in_pipeline_order, read_passes
 from sagellm.engines.config.explain import Aliases, explain
 from sagellm.engines.embedded import EMBEDDED
 from sagellm.engines.sizes import parse_bytes
@@ -286,10 +286,6 @@ class PrefixCacheConfig(Checked):
     )
 
 
-STAGES = ("order", "share", "preempt", "chunk")
-"""The passes that have a place of their own in the pipeline."""
-
-
 class SchedulerConfig(Checked):
     """Who runs in a step, and how much."""
 
@@ -332,32 +328,15 @@ class SchedulerConfig(Checked):
     @property
     def pipeline(self) -> tuple[ProviderSpec, ...]:
         """All passes in the order in which they run."""
-        stages = (self.order, *self.passes, self.share, self.preempt, self.chunk)
-        return tuple(spec for spec in stages if spec is not None)
+        pipeline: tuple[ProviderSpec, ...] = in_pipeline_order(vars(self))
+        return pipeline
 
     @classmethod
     def with_own_options(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Also read `order=priority,share=none` among the passes, and "none" as no pass."""
         given = super().with_own_options(values)
-        items = given.get("passes")
-        if isinstance(items, str):
-            try:
-                items = split(items)
-            except ConfigError as error:
-                raise ConfigError(f"{cls.section}.passes cannot be read: {error}") from None
-        if isinstance(items, list | tuple):
-            slots = list(map(slot_of, items))
-            stages = [stage for stage, _ in slots if stage]
-            for stage in stages:
-                if stage not in STAGES:
-                    raise ConfigError(
-                        f"{cls.section}.passes names the stage {stage!r}; the stages are "
-                        f"{', '.join(STAGES)}; name a pass without a stage alone.{nearest(stage, STAGES)}"
-                    )
-                if stages.count(stage) > 1:
-                    raise ConfigError(f"{cls.section}.passes has the stage {stage} twice; give it once")
-            given |= {stage: each for stage, each in slots if stage}
-            given["passes"] = tuple(each for stage, each in slots if not stage)
+        if "passes" in given:
+            given |= read_passes(given["passes"], f"{cls.section}.passes")
         return given | {stage: None for stage in STAGES if given.get(stage) == "none"}
 
 

@@ -13,7 +13,8 @@ from sagellm.core import (
     SchedulerPassProtocol,
     get_logger,
 )
-from sagellm.engines.config.sections import STAGES, SchedulerConfig
+from sagellm.core.protocols.scheduler_ir import STAGES
+from sagellm.engines.config.sections import SchedulerConfig
 from sagellm.engines.config.shown import shown
 from sagellm.engines.engine_core.pass_failures import PassFailures
 from sagellm.engines.modules import Modules
