@@ -292,6 +292,10 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
     },
     "scheduler_pass": {
         "name": ("a pass is a frozen dataclass with a name", "a pass is a frozen dataclass with a name"),
+        "rests": (
+            "a pass that rests would decide nothing in calm steps",
+            "a pass that rests would decide nothing in calm steps",
+        ),
         "run": (
             "a pass decides what it may and writes to nothing",
             "a pass decides what it may and writes to nothing",
@@ -358,6 +362,9 @@ class OldestFirst(SchedulerPassProtocol):
 
     def run(self, ir: ScheduleIR) -> ScheduleIR:
         return ir.order_pending(np.argsort(ir.pending.arrived_time, kind="stable"))
+
+    def rests(self, state: None) -> bool:
+        return True
 
 
 class StyledBadWords(BadWords):

@@ -103,6 +103,13 @@ class ScheduleIR:
         """Whether a waiting request could be admitted at all; if not, their order decides nothing."""
         return len(self.pending) > 0 and self.num_free_seats > 0
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing waits, no prompt runs, and blocks suffice for a token of each request."""
+        if len(self.pending) or self.available_memory < len(self.running):
+            return False
+        return not self.running.num_prefills
+
     def hits(self, rows: Rows) -> list[PrefixHit]:
         """Query the prefix cache for waiting requests; answers are kept until the cache changes."""
         ask = self.probe or (lambda request: request.stated_hit(self.block_size))
@@ -401,6 +408,15 @@ class SchedulerPassProtocol(ABC):
     def observe(self, plan: SchedulePlan, state: Any) -> None:  # noqa: B027  (most need not know)
         """Update the state by what the step will compute. Called after each plan, never by other passes."""
 
+    def rests(self, state: Any) -> bool:
+        """Say whether `run` and `observe` may be left out until a step is not calm (`ir.is_calm`).
+
+        Asked after a calm step. True, if both would change nothing in the calm steps that follow but what
+        depends on the time alone: most passes decide only about requests that wait, or lack blocks.
+        """
+        del state
+        return False
+
 
 STAGES = ("order", "share", "preempt", "chunk")
 """The passes that have a place of their own in the pipeline."""
@@ -452,6 +468,10 @@ class NullSchedulerPass(SchedulerPassProtocol):
     def run(self, ir: ScheduleIR) -> ScheduleIR:
         """Return the same IR."""
         return ir
+
+    def rests(self, state: None) -> bool:
+        """Always."""
+        return True
 
 
 PassWatcher = Callable[[str, ScheduleIR, ScheduleIR], None]

@@ -26,7 +26,10 @@ _Entry = tuple[SchedulerPassProtocol, Any, PassMetrics]
 
 
 class PassPipeline:
-    """Runs passes one after another on a schedule. Each has a state of its own, kept across steps."""
+    """Runs passes one after another on a schedule. Each has a state of its own, kept across steps.
+
+    In calm steps all passes are left out as soon as each of them says that it rests.
+    """
 
     def __init__(self, clock: Clock | None = None, passes: Sequence[SchedulerPassProtocol] = ()) -> None:
         self._clock = clock or SystemClock()
@@ -34,6 +37,9 @@ class PassPipeline:
         self._entries: list[_Entry] = []
         self._observers: list[tuple[SchedulerPassProtocol, Any]] = []
         self._watchers: list[PassWatcher] = []
+        self._was_calm = False  # the step that was run last
+        self.is_resting = False
+        """Whether calm steps need not be run or observed."""
         for each in passes:
             self.add(each)
 
@@ -81,6 +87,7 @@ class PassPipeline:
     def _append(self, entry: _Entry) -> None:
         optimization_pass, state, _ = entry
         self._entries.append(entry)
+        self.is_resting = False
         if type(optimization_pass).observe is not SchedulerPassProtocol.observe:
             self._observers.append((optimization_pass, state))
         _logger.info("scheduler pass %d is %r", len(self._entries), optimization_pass)
@@ -88,10 +95,16 @@ class PassPipeline:
     def watch(self, watcher: PassWatcher) -> None:
         """Show every pass's effect from the next step on."""
         self._watchers.append(watcher)
+        self.is_resting = False
 
     def run(self, ir: ScheduleIR) -> ScheduleIR:
         """Return the schedule with the decisions of all passes. Raises PassError as `apply_pass` does."""
         if not self._entries:
+            return ir
+        self._was_calm = ir.is_calm
+        if not self._was_calm:
+            self.is_resting = False
+        elif self.is_resting:
             return ir
         started_ns = self._now_ns()
         effects = []
@@ -116,9 +129,17 @@ class PassPipeline:
 
     def observe(self, plan: SchedulePlan) -> None:
         """Tell the passes what will be computed. Raises PassError for one that fails."""
+        if self.is_resting:
+            return
         with contained() as failure:
             for optimization_pass, state in self._observers:
                 optimization_pass.observe(plan, state)
+            if self._was_calm and not self._watchers:
+                for optimization_pass, state, _ in self._entries:
+                    if not optimization_pass.rests(state):
+                        break
+                else:
+                    self.is_resting = True
         if failure.error is not None:
             _raise_failure(optimization_pass, failure.error)
 

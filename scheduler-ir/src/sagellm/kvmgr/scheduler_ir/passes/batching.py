@@ -54,6 +54,10 @@ class BatchingEfficiencyPass(SchedulerPassProtocol):
         order = np.concatenate((np.array(chosen, np.intp), rest[~lacks_blocks], rest[lacks_blocks]))
         return order_pending(ir, starved_first(ir.pending, order, ir.now - self.starvation_s))
 
+    def rests(self, state: object) -> bool:
+        """Always: it decides about requests that wait."""
+        return True
+
     def _packed(self, ir: ScheduleIR, oldest: int, num_tokens: int, num_blocks: int) -> list[int]:
         """Return the rows that fill the tokens and blocks after the oldest one, the longest fitting first."""
         order: Places = np.argsort(-ir.pending.num_tokens[ir.admission], kind="stable")

@@ -56,6 +56,10 @@ class ChunkedPrefillPass(SchedulerPassProtocol):
         budget = num_decodes + max(num_tokens, 1)
         return ir.lower(max_num_batched_tokens=min(budget, ir.max_num_batched_tokens))
 
+    def rests(self, state: object) -> bool:
+        """Always: it decides about prompts."""
+        return True
+
     def observe(self, plan: SchedulePlan, state: _Chunks) -> None:
         """Remember the largest step."""
         if plan.admitted or plan.running.num_prefills:

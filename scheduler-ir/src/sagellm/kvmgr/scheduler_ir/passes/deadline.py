@@ -58,6 +58,10 @@ class DeadlinePass(SchedulerPassProtocol):
                 ir = order_running(ir, starved_first(ir.running, order, before))
         return ir if self.tpot_ms is None else self._keep_decoding(ir, self.tpot_ms)
 
+    def rests(self, state: object) -> bool:
+        """Always: it decides about requests that wait, lack blocks, or run beside prompts."""
+        return True
+
     def _due(self, ir: ScheduleIR, rows: RequestRows) -> Floats:
         """Return when each has to go on at the latest: seconds on the engine's clock, or infinite."""
         uncomputed = np.maximum(rows.num_tokens - rows.num_computed_tokens, 0)

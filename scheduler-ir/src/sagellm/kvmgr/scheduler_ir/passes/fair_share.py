@@ -141,6 +141,10 @@ class FairSharePass(SchedulerPassProtocol):
             ir = ir.order_running(by_rank[order])
         return self._leave_time(ir, waiting, running, num_running)
 
+    def rests(self, state: _Accounts) -> bool:
+        """Say whether one tenant is alone: several are charged for each token."""
+        return not state.is_shared
+
     def observe(self, plan: SchedulePlan, state: _Accounts) -> None:
         """Charge each tenant for what is computed for it."""
         if not state.is_shared:

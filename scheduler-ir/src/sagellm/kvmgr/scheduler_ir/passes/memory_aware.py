@@ -71,6 +71,10 @@ class MemoryAwarePreemptionPass(SchedulerPassProtocol):
             return ir.swap(lost >= 1e6 * self.min_swap_ms)
         return ir
 
+    def rests(self, state: object) -> bool:
+        """Always: it decides about requests that lack blocks."""
+        return True
+
     def observe(self, plan: SchedulePlan, state: dict[int, int]) -> None:
         """Count preemptions."""
         if not len(plan.preempted):

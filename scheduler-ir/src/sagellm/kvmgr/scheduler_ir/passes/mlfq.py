@@ -47,6 +47,10 @@ class MLFQPass(SchedulerPassProtocol):
             ir = order_running(ir, by(self._levels(ir, ir.running), order))
         return ir
 
+    def rests(self, state: object) -> bool:
+        """Always: it decides about requests that wait, or lack blocks."""
+        return True
+
     def _levels(self, ir: ScheduleIR, rows: RequestRows) -> Levels:
         prompts = rows.num_prompt_tokens
         num_generated = rows.num_tokens - prompts

@@ -50,6 +50,10 @@ class PrefixCacheAwarePass(SchedulerPassProtocol):
             ir, starved_first(ir.pending, by(-cached, ir.admission), ir.now - self.starvation_s)
         )
 
+    def rests(self, state: object) -> bool:
+        """Always: it decides about requests that wait."""
+        return True
+
     def _ask(self, ir: ScheduleIR, rows: npt.NDArray[np.intp]) -> list[int]:
         if self.prefix_cache is None:
             return [hit.num_tokens for hit in ir.hits(rows)]

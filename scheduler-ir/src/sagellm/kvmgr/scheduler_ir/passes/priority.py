@@ -44,6 +44,10 @@ class PriorityBasedPass(SchedulerPassProtocol):
             ir = order_running(ir, by(-self._levels(ir, ir.running), ir.preemption))
         return ir
 
+    def rests(self, state: object) -> bool:
+        """Always: it decides about requests that wait, or lack blocks."""
+        return True
+
     def _levels(self, ir: ScheduleIR, rows: RequestRows) -> npt.NDArray[np.float64]:
         levels: npt.NDArray[np.float64] = rows.priority.astype(np.float64) + np.floor(
             (ir.now - rows.arrived_time) / self.ageing_s

@@ -131,6 +131,10 @@ class ShortestFirstPass(SchedulerPassProtocol):
             ir = order_running(ir, self._by_priority(ir, ir.running, by(remaining, ir.preemption)))
         return ir
 
+    def rests(self, state: object) -> bool:
+        """Always: it decides about requests that wait, or lack blocks; once seen, calm is not busy."""
+        return True
+
     def observe(self, plan: SchedulePlan, state: _Queue) -> None:
         """Count the work that is admitted."""
         if state.work_s is not None and plan.admitted:

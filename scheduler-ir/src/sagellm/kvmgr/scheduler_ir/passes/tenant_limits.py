@@ -45,3 +45,7 @@ class AdmissionLimitPass(SchedulerPassProtocol):
             before = total - ir.pending.num_tokens[order]
             is_over |= (held + total - before[first] > self.max_tokens) & (num_before > 0)
         return ir.defer(np.sort(order[is_over]), "its tenant's limit")
+
+    def rests(self, state: object) -> bool:
+        """Always: it decides about requests that wait."""
+        return True
