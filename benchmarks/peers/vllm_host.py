@@ -8,6 +8,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("PYTHONHASHSEED", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -43,8 +44,14 @@ init_none_hash(sha256)
 _HASHER = get_request_block_hasher(_BLOCK_SIZE, sha256)
 
 
-def make_scheduler(num_seqs: int, num_blocks: int, budget: int) -> Scheduler:
-    """Make a scheduler with its defaults."""
+def make_scheduler(
+    num_seqs: int,
+    num_blocks: int,
+    budget: int,
+    cls: type[Scheduler] = Scheduler,
+    additional: dict[str, Any] | None = None,
+) -> Scheduler:
+    """Make a scheduler with its defaults, vLLM's own or one that reads an additional configuration."""
     folder = tempfile.mkdtemp()
     Path(folder, "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
     model = ModelConfig(
@@ -58,13 +65,18 @@ def make_scheduler(num_seqs: int, num_blocks: int, budget: int) -> Scheduler:
         is_encoder_decoder=False,
     )
     cache = CacheConfig(block_size=_BLOCK_SIZE, enable_prefix_caching=True)
-    config = VllmConfig(model_config=model, scheduler_config=scheduler, cache_config=cache)
+    config = VllmConfig(
+        model_config=model,
+        scheduler_config=scheduler,
+        cache_config=cache,
+        additional_config=additional or {},
+    )
     cache.num_gpu_blocks = num_blocks
     spec = FullAttentionSpec(block_size=_BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     kv_cache = KVCacheConfig(
         num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
     )
-    return Scheduler(
+    return cls(
         vllm_config=config,
         kv_cache_config=kv_cache,
         structured_output_manager=StructuredOutputManager(config),

@@ -1,0 +1,177 @@
+"""Another engine's queue of waiting requests, which passes reorder for one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic
+
+import numpy as np
+import numpy.typing as npt
+
+from sagellm.adapters.request_table import R, RequestTable
+from sagellm.core import RequestRows
+
+Index = npt.NDArray[np.int32]
+
+_FIRST_ROOM = 64
+
+
+class WaitingLine(Generic[R]):
+    """A line to whose end requests are added and to whose front they come back, as in vLLM's own queues.
+
+    Between `open` and `close` it yields requests in the order that passes chose, and is empty once only those
+    are left that they deferred; `len` counts all of them at any time. Whoever is popped and comes back is at
+    the front of the line, and is not yielded again before the line is closed.
+
+    Adding and popping are O(1), amortised, and removing others O(waiting).
+    """
+
+    def __init__(self, table: RequestTable[R]) -> None:
+        self._table = table
+        self._room: Index = np.empty(_FIRST_ROOM, np.int32)
+        self._start = self._end = _FIRST_ROOM // 2  # of the rows in the line
+        self._order: npt.NDArray[Any] | None = None  # positions that this step may yield, in order
+        self._planned = self._room[:0]  # their rows
+        self._next = 0
+        self._popped: list[int] = []  # rows that a planned step has taken, still in the line
+        self._taken: dict[int, int] = {}  # rows that were popped since `rows`, and their positions there
+        self._kept: dict[str, Any] = {}  # what rows gathered, as long as the line stays the same
+
+    @property
+    def _line(self) -> Index:
+        return self._room[self._start : self._end]
+
+    def rows(self) -> RequestRows:
+        """Return the requests in the order of the line. Valid until the next step, whatever is popped."""
+        self._settle()
+        self._taken = {}
+        return self._table.waiting_rows(self._line, self._kept)
+
+    def open(self, order: npt.NDArray[Any]) -> None:
+        """Yield these positions of the line, in this order and no others, until it is closed."""
+        self._settle()
+        self._order, self._planned, self._next = order, self._line[order], 0
+
+    def close(self) -> None:
+        """Be the whole line again."""
+        self._settle()
+        self._order = None
+
+    def requests_at(self, positions: Iterable[int]) -> list[R]:
+        """Return the requests at positions of the line, as long as nothing is added or popped."""
+        return [self._table.request_of(self._room.item(self._start + position)) for position in positions]
+
+    def taken(self) -> dict[int, R]:
+        """Return who was popped since `rows` and has not come back, by position there."""
+        return {position: self._table.request_of(row) for row, position in self._taken.items()}
+
+    def add_request(self, request: R) -> None:
+        """Add a request at the end."""
+        self._changed()
+        if self._end == len(self._room):
+            self._make_room()
+        self._room[self._end] = self._table.enter(request)
+        self._end += 1
+
+    def pop_request(self) -> R:
+        """Take the first request. Raises IndexError if there is none."""
+        row = self._first()
+        if self._order is None:
+            self._taken[row] = len(self._taken)
+            self._start += 1
+            self._kept = {}
+        else:
+            self._taken[row] = int(self._order[self._next])
+            self._next += 1
+            self._popped.append(row)
+        return self._table.request_of(row)
+
+    def peek_request(self) -> R:
+        """Return the first request. Raises IndexError if there is none."""
+        return self._table.request_of(self._first())
+
+    def prepend_request(self, request: R) -> None:
+        """Put a request at the front."""
+        self.prepend_requests((request,))
+
+    def prepend_requests(self, requests: Iterable[R]) -> None:
+        """Put requests at the front one after another, so that the last of them comes first."""
+        self._changed()
+        for request in requests:
+            if not self._start:
+                self._make_room()
+            self._start -= 1
+            row = self._room[self._start] = self._table.row_of(request)
+            self._table.num_tokens[row] = request.num_tokens  # one that was preempted has output
+            self._taken.pop(int(row), None)
+
+    def remove_request(self, request: R) -> None:
+        """Remove a request. Raises ValueError if it does not wait here."""
+        if not self._remove([request]):
+            raise ValueError(f"the request {request.request_id} does not wait here")
+
+    def remove_requests(self, requests: Iterable[R]) -> None:
+        """Remove those of these requests that wait here."""
+        self._remove(requests)
+
+    def __bool__(self) -> bool:
+        if self._order is None:
+            return self._end > self._start
+        return self._next < len(self._planned)
+
+    def __len__(self) -> int:
+        return self._end - self._start - len(self._popped)
+
+    def __iter__(self) -> Iterator[R]:
+        self._settle()
+        return iter([self._table.request_of(row) for row in self._line.tolist()])
+
+    def _first(self) -> int:
+        if self._order is None:
+            if self._start == self._end:
+                raise IndexError("nothing waits")
+            return self._room.item(self._start)
+        if self._next >= len(self._planned):
+            raise IndexError("nothing that may be admitted waits")
+        return self._planned.item(self._next)
+
+    def _changed(self) -> None:
+        self._settle()
+        self._kept = {}
+
+    def _settle(self) -> None:
+        """Take out of the line what was popped."""
+        popped = self._popped
+        if not popped:
+            return
+        line, num_popped = self._line, len(popped)
+        if line[:num_popped].tolist() == popped:
+            self._start += num_popped
+        else:
+            self._keep(~np.isin(line, popped))
+        self._popped, self._kept = [], {}
+
+    def _remove(self, requests: Iterable[R]) -> int:
+        self._settle()
+        rows = [row for request in requests if (row := self._table.find(request)) is not None]
+        stays = ~np.isin(self._line, rows)
+        num_removed = len(stays) - int(np.count_nonzero(stays))
+        if num_removed:
+            self._keep(stays)
+            self._kept = {}
+        return num_removed
+
+    def _keep(self, stays: npt.NDArray[np.bool_]) -> None:
+        """Move what stays to new memory: rows of this step still look at the old one."""
+        self._replace(self._line[stays])
+
+    def _make_room(self) -> None:
+        self._replace(self._line)
+
+    def _replace(self, line: Index) -> None:
+        """Put a line in the middle of new memory."""
+        room = np.empty(max(_FIRST_ROOM, 3 * len(line)), np.int32)
+        self._start = (len(room) - len(line)) // 2
+        self._end = self._start + len(line)
+        room[self._start : self._end] = line
+        self._room = room
