@@ -361,6 +361,8 @@ class OldestFirst(SchedulerPassProtocol):
         return "oldest_first"
 
     def run(self, ir: ScheduleIR) -> ScheduleIR:
+        if not ir.can_admit:
+            return ir
         return ir.order_pending(np.argsort(ir.pending.arrived_time, kind="stable"))
 
     def rests(self, state: None) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+
 from sagellm.core.protocols.request_rows import RequestRows
 from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulePlan, SchedulerPassProtocol
 from sagellm.core.tenant import Tenant
@@ -33,16 +35,19 @@ class Counting(SchedulerPassProtocol):
         return self.is_restful
 
 
-def step(scheduler: BaseSchedulerIR, *, pending: int = 0, running: int = 2, memory: int = 100) -> None:
-    scheduler.schedule(
-        pending_requests=[replace(decoding_request(f"p{i}"), num_computed_tokens=0) for i in range(pending)],
-        running_requests=RequestRows.of([decoding_request(f"r{i}") for i in range(running)]),
-        available_memory=memory,
-    )
+NOBODY, SOMEBODY = (
+    RequestRows.of([replace(decoding_request(f"p{i}"), num_computed_tokens=0) for i in range(number)])
+    for number in (0, 1)
+)
+RUNNING = RequestRows.of([decoding_request("r0"), decoding_request("r1")])
 
 
-def of(*passes: SchedulerPassProtocol) -> BaseSchedulerIR:
-    scheduler = BaseSchedulerIR()
+def step(scheduler: BaseSchedulerIR, pending: RequestRows = NOBODY, memory: int = 100) -> None:
+    scheduler.schedule(pending_requests=pending, running_requests=RUNNING, available_memory=memory)
+
+
+def of(*passes: SchedulerPassProtocol, max_num_seqs: int = 8) -> BaseSchedulerIR:
+    scheduler = BaseSchedulerIR(max_num_seqs=max_num_seqs)
     scheduler.set_passes(passes)
     return scheduler
 
@@ -56,8 +61,8 @@ def test_the_first_calm_step_is_seen_and_those_after_it_are_left_out():
     assert scheduler.pipeline.is_resting
 
 
-def test_a_waiting_request_a_prompt_or_few_blocks_wake_them():
-    for waking in ({"pending": 1}, {"memory": 1}):
+def test_a_waiting_request_that_can_be_admitted_or_few_blocks_wake_them():
+    for waking in ({"pending": SOMEBODY}, {"memory": 1}):
         counting = Counting()
         scheduler = of(counting)
         step(scheduler)
@@ -65,6 +70,28 @@ def test_a_waiting_request_a_prompt_or_few_blocks_wake_them():
         step(scheduler)
         step(scheduler)
         assert counting.calls == ["run", "observe"] * 3, waking
+
+
+def test_while_all_seats_are_taken_they_wake_when_others_wait():
+    counting = Counting()
+    scheduler = of(counting, max_num_seqs=2)
+    for _ in range(3):
+        step(scheduler, SOMEBODY)
+    assert counting.calls == ["run", "observe"]
+    step(scheduler, RequestRows.of([*SOMEBODY]))
+    assert counting.calls == ["run", "observe"] * 2
+
+
+def test_a_rate_that_is_measured_while_requests_wait_does_not_depend_on_the_steps():
+    optimization_pass = ShortestFirstPass()
+    busy = []
+    for times in ([20.0], [float(second) for second in range(1, 21)]):
+        queue = optimization_pass.start()
+        queue.is_busy = True
+        for now in times:
+            queue.advance(now)
+        busy.append((queue.admitted_s, queue.busy_s))
+    assert busy[0] == pytest.approx(busy[1])
 
 
 def test_one_that_does_not_rest_keeps_the_others_awake():

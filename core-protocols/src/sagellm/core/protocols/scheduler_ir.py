@@ -105,8 +105,8 @@ class ScheduleIR:
 
     @property
     def is_calm(self) -> bool:
-        """Whether nothing waits, no prompt runs, and blocks suffice for a token of each request."""
-        if len(self.pending) or self.available_memory < len(self.running):
+        """Whether nobody can be admitted, no prompt runs, and blocks suffice for a token of each request."""
+        if self.can_admit or self.available_memory < len(self.running):
             return False
         return not self.running.num_prefills
 
@@ -411,8 +411,9 @@ class SchedulerPassProtocol(ABC):
     def rests(self, state: Any) -> bool:
         """Say whether `run` and `observe` may be left out until a step is not calm (`ir.is_calm`).
 
-        Asked after a calm step. True, if both would change nothing in the calm steps that follow but what
-        depends on the time alone: most passes decide only about requests that wait, or lack blocks.
+        Asked after a calm step. They are called again as soon as others wait, too. True, if they would decide
+        nothing until then, and leave a state that depends on the time alone: most passes decide only about
+        requests that can be admitted, or lack blocks.
         """
         del state
         return False

@@ -126,10 +126,10 @@ class RequestTable(Generic[R]):
         self._requests += [None] * (after - before)
         self._free += range(after - 1, before - 1, -1)
 
-    def waiting_rows(self, index: npt.NDArray[Any], kept: dict[str, Any]) -> RequestRows:
-        """Return waiting requests by their rows; `kept` is shared as long as they are the same."""
+    def waiting_rows(self, index: npt.NDArray[Any]) -> RequestRows:
+        """Return waiting requests by their rows."""
         columns = _Columns(self._fixed, num_tokens=self.num_tokens, last_scheduled_step=self.last_step)
-        return RequestRows(columns, index, self._as_object, kept)
+        return RequestRows(columns, index, self._as_object)
 
     def running_rows(self, running: Sequence[R], *, has_prompts: bool) -> RunningRows:
         """Return running requests; what changes is read from them when somebody asks for it.

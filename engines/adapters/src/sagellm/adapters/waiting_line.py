@@ -35,17 +35,28 @@ class WaitingLine(Generic[R]):
         self._next = 0
         self._popped: list[int] = []  # rows that a planned step has taken, still in the line
         self._taken: dict[int, int] = {}  # rows that were popped since `rows`, and their positions there
-        self._kept: dict[str, Any] = {}  # what rows gathered, as long as the line stays the same
+        self._rows: RequestRows | None = None  # as long as the line stays the same
 
     @property
     def _line(self) -> Index:
         return self._room[self._start : self._end]
 
     def rows(self) -> RequestRows:
-        """Return the requests in the order of the line. Valid until the next step, whatever is popped."""
+        """Return the requests in the order of the line: the same object, as long as these are the same.
+
+        Valid until it is called again, whatever is popped.
+        """
         self._settle()
-        self._taken = {}
-        return self._table.waiting_rows(self._line, self._kept)
+        if self._taken:
+            self._taken = {}
+        if self._rows is None:
+            self._rows = self._table.waiting_rows(self._line)
+        return self._rows
+
+    @property
+    def is_as_seen(self) -> bool:
+        """Whether those wait whom `rows` returned last."""
+        return self._rows is not None and not self._popped
 
     def open(self, order: npt.NDArray[Any]) -> None:
         """Yield these positions of the line, in this order and no others, until it is closed."""
@@ -79,7 +90,7 @@ class WaitingLine(Generic[R]):
         if self._order is None:
             self._taken[row] = len(self._taken)
             self._start += 1
-            self._kept = {}
+            self._rows = None
         else:
             self._taken[row] = int(self._order[self._next])
             self._next += 1
@@ -137,7 +148,7 @@ class WaitingLine(Generic[R]):
 
     def _changed(self) -> None:
         self._settle()
-        self._kept = {}
+        self._rows = None
 
     def _settle(self) -> None:
         """Take out of the line what was popped."""
@@ -149,7 +160,7 @@ class WaitingLine(Generic[R]):
             self._start += num_popped
         else:
             self._keep(~np.isin(line, popped))
-        self._popped, self._kept = [], {}
+        self._popped, self._rows = [], None
 
     def _remove(self, requests: Iterable[R]) -> int:
         self._settle()
@@ -158,7 +169,7 @@ class WaitingLine(Generic[R]):
         num_removed = len(stays) - int(np.count_nonzero(stays))
         if num_removed:
             self._keep(stays)
-            self._kept = {}
+            self._rows = None
         return num_removed
 
     def _keep(self, stays: npt.NDArray[np.bool_]) -> None:

@@ -10,6 +10,7 @@ from sagellm.core.checks import require_object
 from sagellm.core.errors import PassError
 from sagellm.core.logging import get_logger
 from sagellm.core.plugins.failure import contained
+from sagellm.core.protocols.request_rows import RequestRows
 from sagellm.core.protocols.scheduler_ir import (
     PassMetrics,
     PassWatcher,
@@ -28,7 +29,8 @@ _Entry = tuple[SchedulerPassProtocol, Any, PassMetrics]
 class PassPipeline:
     """Runs passes one after another on a schedule. Each has a state of its own, kept across steps.
 
-    In calm steps all passes are left out as soon as each of them says that it rests.
+    In calm steps all passes are left out as soon as each of them says that it rests, as long as the same
+    requests wait: the same object stands for them in that case.
     """
 
     def __init__(self, clock: Clock | None = None, passes: Sequence[SchedulerPassProtocol] = ()) -> None:
@@ -38,8 +40,9 @@ class PassPipeline:
         self._observers: list[tuple[SchedulerPassProtocol, Any]] = []
         self._watchers: list[PassWatcher] = []
         self._was_calm = False  # the step that was run last
+        self._pending = RequestRows.of(())  # of that step
         self.is_resting = False
-        """Whether calm steps need not be run or observed."""
+        """Whether calm steps need not be run or observed, as long as the same requests wait."""
         for each in passes:
             self.add(each)
 
@@ -102,10 +105,9 @@ class PassPipeline:
         if not self._entries:
             return ir
         self._was_calm = ir.is_calm
-        if not self._was_calm:
-            self.is_resting = False
-        elif self.is_resting:
+        if self.is_resting and self._was_calm and ir.pending is self._pending:
             return ir
+        self.is_resting, self._pending = False, ir.pending
         started_ns = self._now_ns()
         effects = []
         with contained() as failure:  # once for all: it takes as long as a pass that decides nothing

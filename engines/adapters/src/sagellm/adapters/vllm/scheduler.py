@@ -1,7 +1,7 @@
 """vLLM's V1 schedulers, told by our passes whom to admit, cut, defer and preempt. Written for vLLM 0.32.
 
-vLLM's own `schedule` runs as it is. Its queue yields requests in the passes' order, its limits are lowered for
-a step, and the last method that it asks about a request's number of tokens also knows the passes' caps.
+vLLM's own `schedule` runs as it is. Its queue yields requests in the passes' order, its limits are lowered
+for a step, and the last method that it asks about a request's number of tokens also knows the passes' caps.
 """
 
 from __future__ import annotations
@@ -83,17 +83,19 @@ class _WithPasses:
         self._gone.clear()
         driver, has_prompts = self._driver, bool(self._inflight_prefills)
         num_free = self._pool.get_num_free_blocks() // self._num_groups
-        is_calm = not (len(self.waiting) or has_prompts or num_free < len(self.running))
+        num_seats = max(self.max_num_active_reqs - self.num_waiting_for_streaming_input, 0)
         if not driver.has_passes or self._pause_state != PauseState.UNPAUSED:
             return super().schedule(*arguments, **keywords)
-        if is_calm and driver.is_resting:
-            return super().schedule(*arguments, **keywords)
+        if driver.is_resting and self.waiting.is_as_seen and not has_prompts:
+            can_admit = len(self.waiting) and len(self.running) < num_seats
+            if num_free >= len(self.running) and not can_admit:
+                return super().schedule(*arguments, **keywords)
         orders = driver.decide(
             self.waiting.rows(),
             self._table.running_rows(self.running, has_prompts=has_prompts),
             available_memory=num_free,
             max_num_batched_tokens=self.max_num_scheduled_tokens,
-            max_num_seqs=max(self.max_num_active_reqs - self.num_waiting_for_streaming_input, 0),
+            max_num_seqs=num_seats,
         )
         if orders is None:
             output = super().schedule(*arguments, **keywords)

@@ -55,7 +55,7 @@ class BatchingEfficiencyPass(SchedulerPassProtocol):
         return order_pending(ir, starved_first(ir.pending, order, ir.now - self.starvation_s))
 
     def rests(self, state: object) -> bool:
-        """Always: it decides about requests that wait."""
+        """Always: it decides about requests that can be admitted."""
         return True
 
     def _packed(self, ir: ScheduleIR, oldest: int, num_tokens: int, num_blocks: int) -> list[int]:

@@ -59,7 +59,7 @@ class DeadlinePass(SchedulerPassProtocol):
         return ir if self.tpot_ms is None else self._keep_decoding(ir, self.tpot_ms)
 
     def rests(self, state: object) -> bool:
-        """Always: it decides about requests that wait, lack blocks, or run beside prompts."""
+        """Always: it decides about requests that can be admitted or lack blocks, and prompts."""
         return True
 
     def _due(self, ir: ScheduleIR, rows: RequestRows) -> Floats:

@@ -48,8 +48,8 @@ class MLFQPass(SchedulerPassProtocol):
         return ir
 
     def rests(self, state: object) -> bool:
-        """Always: it decides about requests that wait, or lack blocks."""
-        return True
+        """Say whether it preempts nobody for those that wait: else it decides if some can be admitted."""
+        return not self.max_preempted
 
     def _levels(self, ir: ScheduleIR, rows: RequestRows) -> Levels:
         prompts = rows.num_prompt_tokens

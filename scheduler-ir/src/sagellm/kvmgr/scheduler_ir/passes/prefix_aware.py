@@ -51,7 +51,7 @@ class PrefixCacheAwarePass(SchedulerPassProtocol):
         )
 
     def rests(self, state: object) -> bool:
-        """Always: it decides about requests that wait."""
+        """Always: it decides about requests that can be admitted."""
         return True
 
     def _ask(self, ir: ScheduleIR, rows: npt.NDArray[np.intp]) -> list[int]:

@@ -45,7 +45,7 @@ class PriorityBasedPass(SchedulerPassProtocol):
         return ir
 
     def rests(self, state: object) -> bool:
-        """Always: it decides about requests that wait, or lack blocks."""
+        """Always: it decides about requests that can be admitted, or lack blocks."""
         return True
 
     def _levels(self, ir: ScheduleIR, rows: RequestRows) -> npt.NDArray[np.float64]:

@@ -69,7 +69,7 @@ class _Queue:
         if self.is_busy:
             decay = math.exp(-passed_s / _RATE_S)
             self.admitted_s *= decay
-            self.busy_s = self.busy_s * decay + passed_s
+            self.busy_s = self.busy_s * decay + _RATE_S * (1 - decay)  # ∫ of what is left of each moment
 
     @property
     def slowdown(self) -> float:
@@ -132,7 +132,7 @@ class ShortestFirstPass(SchedulerPassProtocol):
         return ir
 
     def rests(self, state: object) -> bool:
-        """Always: it decides about requests that wait, or lack blocks; once seen, calm is not busy."""
+        """Always: it decides about requests that can be admitted, or lack blocks; its rates know the time."""
         return True
 
     def observe(self, plan: SchedulePlan, state: _Queue) -> None:

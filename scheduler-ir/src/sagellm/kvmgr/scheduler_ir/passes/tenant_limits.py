@@ -47,5 +47,5 @@ class AdmissionLimitPass(SchedulerPassProtocol):
         return ir.defer(np.sort(order[is_over]), "its tenant's limit")
 
     def rests(self, state: object) -> bool:
-        """Always: it decides about requests that wait."""
+        """Always: it decides about requests that can be admitted."""
         return True
