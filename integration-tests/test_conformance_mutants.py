@@ -19,6 +19,7 @@ from sagellm.testing.installed import UncheckedError, factory_contract, installe
 
 WHOLE = {
     "draft_proposer": "suffix",
+    "engine_adapter": "lmdeploy",
     "eviction_policy": "lru",
     "kv_allocator": "free_list",
     "kv_pool": "paged",
@@ -79,6 +80,15 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
         "victims": (
             "leaves taken at once are those that are named one by one",
             "leaves taken at once are those that are named one by one",
+        ),
+    },
+    "engine_adapter": {
+        "engine": ("it says which engine it is about", "it says which engine it is about"),
+        "export": ("a command is text", "a command is text"),
+        "knobs": ("a command is text", "a command is text"),
+        "refusals": (
+            "what the engine has not is refused by name",
+            "what the engine has not is refused by name",
         ),
     },
     "grammar": {

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.checkpoint_format import *
     from sagellm.core.protocols.draft_proposer import *
     from sagellm.core.protocols.engine import *
+    from sagellm.core.protocols.engine_adapter import *
     from sagellm.core.protocols.eviction import *
     from sagellm.core.protocols.executor import *
     from sagellm.core.protocols.forward import *
@@ -83,6 +84,7 @@ _NAMES = {
     """,
     "protocols.draft_proposer": "DraftProposerMetrics DraftProposerProtocol",
     "protocols.engine": "EngineMetrics EngineProtocol TokenOutput",
+    "protocols.engine_adapter": "EngineAdapterProtocol",
     "protocols.eviction": "CachedNode EvictionCandidate EvictionMetrics EvictionPolicyProtocol",
     "protocols.executor": "ExecutorProtocol StepWorker",
     "protocols.forward": "ForwardBackendProtocol ForwardMetrics ModelMetrics",
@@ -122,7 +124,7 @@ _NAMES = {
     "protocols.trace": "Tokenize TraceReaderProtocol TraceRequest",
     "request": "FinishReason Request",
     "runtime": "Clock Randomness Runtime SystemClock VirtualClock",
-    "step_cost": "StepCost StepCostMetrics StepWork",
+    "step_cost": "StepCost StepWork",
     "store_key": "StoreKey",
     "tenant": "DEFAULT_TENANT Tenant",
     "tokens": "EMPTY TokenIds TokenIdsLike pack",

@@ -83,6 +83,7 @@ _MOVED_NAMES = {
     "sagellm.core.random_access": "MemoryRandomAccessFile RandomAccessFile SystemRandomAccessFile",
     "sagellm.core.request": "RequestRecord StepRecord",
     "sagellm.core.runtime": "Files MemoryFiles SystemFiles",
+    "sagellm.core.step_cost": "StepCostMetrics",
     "sagellm.core.tenant": "hash_of",
     "sagellm.engines.engine_core.sequence": "RequestStatus",
     "sagellm.engines.metrics.cache": """

@@ -30,6 +30,7 @@ _NULL = [
     ("topology", "topology:NullTopology", "one CPU"),
     ("trace_reader", "trace:NullTraceReader", "knows no format"),
     ("engine", "engine:NullEngine", "ends every request at once"),
+    ("engine_adapter", "engine_adapter:NullEngineAdapter", "knows no engine"),
 ]
 
 

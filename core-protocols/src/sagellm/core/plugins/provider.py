@@ -32,6 +32,7 @@ KINDS = {
     "checkpoint_format": Kind("factory()"),
     "draft_proposer": Kind("factory()"),
     "engine": Kind("factory(config, registry=..., runtime=...)"),
+    "engine_adapter": Kind("factory()"),
     "eviction_policy": Kind("factory(lifetime_predictor=...)"),
     "executor": Kind("factory(worker)"),
     "forward_backend": Kind(

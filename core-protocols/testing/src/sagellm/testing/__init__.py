@@ -16,6 +16,7 @@ from sagellm.core import lazy
 if TYPE_CHECKING:
     from sagellm.core.errors import AuditError as AuditError
     from sagellm.testing.draft_proposer import DraftProposerContract as DraftProposerContract
+    from sagellm.testing.engine_adapter import EngineAdapterContract as EngineAdapterContract
     from sagellm.testing.eviction import (
         EvictionPolicyContract as EvictionPolicyContract,
         RankingEvictionPolicyContract as RankingEvictionPolicyContract,
@@ -58,6 +59,7 @@ _TABLE = {
     "AuditError": "sagellm.core.errors",
     "AuditingEvictionPolicy": ".eviction_audit",
     "DraftProposerContract": ".draft_proposer",
+    "EngineAdapterContract": ".engine_adapter",
     "EvictionPolicyContract": ".eviction",
     "GrammarContract": ".grammar",
     "KVAllocatorContract": ".kv_allocator",

@@ -27,6 +27,7 @@ from sagellm.testing.calls import Calls
 from sagellm.testing.conformance.aspects import aspect_of
 from sagellm.testing.conformance.exercised import Exercised, own_methods
 from sagellm.testing.draft_proposer import DraftProposerContract
+from sagellm.testing.engine_adapter import EngineAdapterContract
 from sagellm.testing.eviction import EvictionPolicyContract, RankingEvictionPolicyContract, make_node
 from sagellm.testing.grammar import KIT_VOCABULARY, GrammarContract
 from sagellm.testing.kv_allocator import KVAllocatorContract
@@ -194,6 +195,7 @@ _KINDS = {
         null=EvictionPolicyContract,
         does=_names_victims,
     ),
+    "engine_adapter": _Kind(EngineAdapterContract, "EngineAdapterProtocol", _call, _make),
     "grammar": _Kind(
         GrammarContract, "GrammarProtocol", lambda factory: factory(KIT_VOCABULARY), _make, sample=_texts
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -12,7 +13,8 @@ import numpy.typing as npt
 from sagellm.core import DEFAULT_TENANT, RequestRows, ScheduleRequest, Tenant
 from sagellm.core.protocols.request_rows import CHANGING_COLUMNS, SCHEDULE_COLUMNS
 from sagellm.core.tenant import hash_of
-from sagellm.core.tokens import pack
+from sagellm.core.tokens import TokenIds, pack
+from sagellm.core.unchecked import unchecked
 
 Ints = npt.NDArray[np.int32]
 
@@ -60,6 +62,7 @@ class RequestTable(Generic[R]):
         self._urgency = -1 if smaller_is_more_urgent else 1
         self._row_of: dict[R, int] = {}
         self._requests: list[R | None] = []
+        self._objects: list[ScheduleRequest | None] = []  # of those that wait, once somebody has read them
         self._free: list[int] = []
         self._fixed: dict[str, npt.NDArray[Any]] = {name: np.empty(0, kind) for name, kind in _FIXED.items()}
         self.num_tokens: Ints = np.empty(0, np.int32)  # of those that wait
@@ -114,8 +117,13 @@ class RequestTable(Generic[R]):
         fixed["weight"][row] = tenant.weight
         fixed["is_trusted"][row] = tenant.is_trusted
         fixed["key"][row] = hash_of(request.request_id)
-        self.num_tokens[row] = request.num_tokens
+        self.note_waiting(row)
         return row
+
+    def note_waiting(self, row: int) -> None:
+        """Note how many tokens a request has that waits from now on."""
+        self.num_tokens[row] = self.request_of(row).num_tokens
+        self._objects[row] = None
 
     def _grow(self) -> None:
         before = len(self._requests)
@@ -124,12 +132,13 @@ class RequestTable(Generic[R]):
             self._fixed[name] = _longer(column, after)
         self.num_tokens, self.last_step = _longer(self.num_tokens, after), _longer(self.last_step, after)
         self._requests += [None] * (after - before)
+        self._objects += [None] * (after - before)
         self._free += range(after - 1, before - 1, -1)
 
     def waiting_rows(self, index: npt.NDArray[Any]) -> RequestRows:
         """Return waiting requests by their rows."""
         columns = _Columns(self._fixed, num_tokens=self.num_tokens, last_scheduled_step=self.last_step)
-        return RequestRows(columns, index, self._as_object)
+        return RequestRows(columns, index, self._waiting)
 
     def running_rows(self, running: Sequence[R], *, has_prompts: bool) -> RunningRows:
         """Return running requests; what changes is read from them when somebody asks for it.
@@ -169,12 +178,19 @@ class RequestTable(Generic[R]):
             new += [self._row_of[each] for each in self._running if each.request_id in num_scheduled]
         self.last_step[new] = step
 
+    def _waiting(self, row: int) -> ScheduleRequest:
+        found = self._objects[row]
+        if found is None:
+            found = self._objects[row] = self._as_object(row)
+        return found
+
     def _as_object(self, row: int) -> ScheduleRequest:
         request = self.request_of(row)
         deadline = self._deadline_of(request)
-        return ScheduleRequest(
+        return unchecked(
+            _Row,
+            request=request,
             request_id=request.request_id,
-            token_ids=pack(getattr(request, "prompt_token_ids", None) or [0] * request.num_prompt_tokens),
             max_tokens=request.max_tokens,
             priority=self._urgency * request.priority,
             arrived_time=request.arrival_time,
@@ -185,6 +201,18 @@ class RequestTable(Generic[R]):
             deadline=None if deadline == float("inf") else deadline,
             tenant=self._tenant_of(request),
         )
+
+
+class _Row(ScheduleRequest):
+    """A request of another engine as an object, whose prompt is packed if somebody reads it."""
+
+    request: Any
+
+    @cached_property
+    def token_ids(self) -> TokenIds:  # type: ignore[override]
+        """The prompt; zeros where the engine has embeddings in its place."""
+        prompt = getattr(self.request, "prompt_token_ids", None)
+        return pack(prompt or [0] * self.request.num_prompt_tokens)
 
 
 class _Read(Generic[R]):

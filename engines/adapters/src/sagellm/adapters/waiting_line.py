@@ -112,9 +112,9 @@ class WaitingLine(Generic[R]):
             if not self._start:
                 self._make_room()
             self._start -= 1
-            row = self._room[self._start] = self._table.row_of(request)
-            self._table.num_tokens[row] = request.num_tokens  # one that was preempted has output
-            self._taken.pop(int(row), None)
+            self._room[self._start] = row = self._table.row_of(request)
+            self._table.note_waiting(row)  # one that was preempted has output
+            self._taken.pop(row, None)
 
     def remove_request(self, request: R) -> None:
         """Remove a request. Raises ValueError if it does not wait here."""

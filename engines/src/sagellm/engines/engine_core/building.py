@@ -18,9 +18,9 @@ from sagellm.core import (
     ProviderSpec,
     Runtime,
     SchedulerIRProtocol,
-    StepCostMetrics,
 )
 from sagellm.core.protocols.step import HostBuffers
+from sagellm.core.step_cost import StepCostMetrics
 from sagellm.engines.attention.progress_hook import ProgressHook
 from sagellm.engines.engine_core.batching import BatchingMeter
 from sagellm.engines.engine_core.core import CoreParts, EngineCore

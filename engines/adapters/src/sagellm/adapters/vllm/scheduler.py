@@ -64,7 +64,9 @@ class _WithPasses:
             probe=self._probe,
         )
         self._pool = self.kv_cache_manager.block_pool
-        self._num_groups = max(len(self.kv_cache_config.kv_cache_groups), 1)
+        self._group_ids = list(range(len(self.kv_cache_config.kv_cache_groups)))
+        self._num_groups = max(len(self._group_ids), 1)
+        self._has_whole_hashes = self.hash_block_size == self.block_size and not self.has_mamba_layers
         self.waiting: _Line = _Line(self._table)
 
     def pass_metrics(self) -> list[PassMetrics]:
@@ -182,9 +184,17 @@ class _WithPasses:
         num_blocks = -(-request.num_tokens // self.block_size)
         if manager.enable_kv_cache_events and request.kv_cache_report_mode == "full":
             return PrefixHit(0, num_blocks)  # each look would be reported as a use
+        if self._has_whole_hashes and not self._has_first(request):
+            return PrefixHit(0, num_blocks)  # at a fifth of the cost
         blocks, num_tokens, _ = manager.get_computed_blocks(request)
         num_in_use = sum(block.ref_cnt > 0 for block in blocks.blocks[0]) if num_tokens else 0
         return PrefixHit(num_tokens, num_blocks - num_in_use)
+
+    def _has_first(self, request: Request) -> bool:
+        """Say whether the first block of a request is cached, in all KV groups."""
+        if not request.block_hashes:
+            return False
+        return self._pool.get_cached_block(request.block_hashes[0], self._group_ids) is not None
 
     def _tenant_of(self, request: Request) -> Tenant:
         name = _extra(request, TENANT)

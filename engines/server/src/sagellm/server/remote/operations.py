@@ -22,10 +22,10 @@ from sagellm.core import (
     PrefixCacheMetrics,
     QuantizerMetrics,
     SchedulerMetrics,
-    StepCostMetrics,
 )
 from sagellm.core.protocols.grammar import StructuredOutputMetrics
 from sagellm.core.protocols.sparsifier import SparsifierMetrics
+from sagellm.core.step_cost import StepCostMetrics
 from sagellm.engines.engine_core.batching import BatchingMetrics
 from sagellm.engines.engine_core.pass_failures import PassFailures
 from sagellm.engines.engine_core.policy_metrics import PolicyMetrics, ShadowMetrics

@@ -1,0 +1,259 @@
+"""Our passes and eviction policies in vLLM: `python benchmarks/vllm_adapter.py --vllm-python P`.
+
+P is an interpreter with vLLM 0.32 for CPUs, `sagellm-adapters` and `sagellm-eviction-policy`
+(docs/adapters.md).
+
+    outputs     256 greedy requests with KV for a few of them, so that many are preempted; float32. Under
+                vLLM's order, ours has to say the same and preempt as often; the second pair overlaps steps
+    order       the same requests at once under `order=shortest`: who is admitted when, beside their lengths
+    step        `schedule` with N running, step by step in turns: all decode, the same with a full queue, and
+                with requests that end and others that take their place
+    throughput  pairs of the same load in turns, in one process with one model; 95 % interval of the ratio
+    eviction    the hit rate of vLLM's offloading manager on a trace of Mooncake's, in chunks of 512 tokens
+
+Each part that runs replaces its own figures in the kept file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import tempfile
+from itertools import product
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from common import foreign_cores, output_flags, publish, spread
+from peer import Conversation, Peer
+from scipy.stats import t as student
+
+from sagellm.engines.testing import make_checkpoint
+
+PARTS = ("outputs", "order", "step", "throughput", "eviction")
+PASSES = "order=shortest,share=fair-share,chunk=chunked-prefill"
+"""The passes of our engine's default."""
+
+NUM_REQUESTS, FEW_BLOCKS, MANY_BLOCKS = 256, 64, 2048
+POLICIES = ("lru", "arc", "sagellm-eviction-policy:lru", "s3fifo", "reuse")
+CAPACITIES = (1000, 5000, 10_000, 50_000)
+MODEL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vllm-python", required=True, metavar="P")
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
+    parser.add_argument("--trace", type=Path, help="of Mooncake's format, for `eviction`")
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="of a run of `throughput`")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--threads", type=int, default=2)
+    output_flags(parser, "vllm-adapter-amx-2core")
+    options = parser.parse_args()
+    measures = {
+        "outputs": outputs,
+        "order": order,
+        "step": step_times,
+        "throughput": throughput,
+        "eviction": eviction,
+    }
+    kept: dict[str, Any] = json.loads(options.save.read_text()) if options.save.exists() else {}
+    found = {name: kept[name] for name in PARTS if name in kept}
+    for name in options.part:
+        found[name] = {"foreign_cores": foreign_cores(), **measures[name](options)}
+    text = "\n\n".join(_TEXTS[name](found[name]) for name in PARTS if name in found)
+    publish("vllm_adapter", text, options, **found)
+
+
+def _vllm(options: argparse.Namespace) -> Conversation:
+    peer = Conversation(Peer("vllm", options.vllm_python, ""), "passes")
+    print("vLLM", peer.hear()["version"], flush=True)
+    return peer
+
+
+def _loaded(options: argparse.Namespace, folder: str, *, is_async: bool) -> Conversation:
+    model = Path(folder) / "model"
+    if not model.exists():
+        make_checkpoint(model, family="qwen3", seed=0, dtype="float32", **MODEL)
+    peer = _vllm(options)
+    peer.ask("load", str(model), is_async, options.threads)
+    return peer
+
+
+def _requests(number: int, seed: int = 1) -> list[list[int]]:
+    """Return requests: seed, tokens of the prompt, tokens of the output."""
+    rng = random.Random(seed)
+    return [[index, rng.randrange(4, 200), rng.randrange(4, 64)] for index in range(number)]
+
+
+def outputs(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the outputs under vLLM's order, with and without overlapped steps."""
+    rows = []
+    for is_async in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            peer = _loaded(options, folder, is_async=is_async)
+            asked = _requests(NUM_REQUESTS)
+            both = [peer.ask("run", passes, asked, FEW_BLOCKS) for passes in (None, "null")]
+            peer.end()
+        rows.append(
+            {
+                "async": is_async,
+                "schedulers": [each["scheduler"] for each in both],
+                "preemptions": [each["preemptions"] for each in both],
+                "equal_outputs": both[0]["digest"] == both[1]["digest"],
+                "equal_admission": both[0]["admitted"] == both[1]["admitted"],
+                "output_tokens": both[0]["output_tokens"],
+            }
+        )
+    return {"requests": NUM_REQUESTS, "blocks": FEW_BLOCKS, "block_size": 32, "rows": rows}
+
+
+def order(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the order of admission with that of the lengths."""
+    with tempfile.TemporaryDirectory() as folder:
+        peer = _loaded(options, folder, is_async=False)
+        asked = _requests(NUM_REQUESTS)
+        shortest = peer.ask("run", "order=shortest", asked, FEW_BLOCKS)
+        stock = peer.ask("run", None, asked, FEW_BLOCKS)
+        peer.end()
+    lengths = [asked[index][1] for index in shortest["admitted"]]
+    expected = sorted(range(len(asked)), key=lambda index: asked[index][1])
+    return {
+        "requests": len(asked),
+        "as_expected": shortest["admitted"] == expected,
+        "in_order_of_length": lengths == sorted(lengths),
+        "stock_in_order_of_arrival": stock["admitted"] == list(range(len(asked))),
+        "equal_outputs": shortest["digest"] == stock["digest"],
+        "preemptions": [stock["preemptions"], shortest["preemptions"]],
+        "failures": shortest["failures"],
+    }
+
+
+def step_times(options: argparse.Namespace) -> dict[str, Any]:
+    """Time `schedule` in both."""
+    peer = _vllm(options)
+    rows = []
+    for running, (load, waiting, ends_after) in product(
+        (8, 32, 128, 256), (("decode", 0, 10_000), ("full queue", 1, 10_000), ("churn", 1, 64))
+    ):
+        took = peer.ask("steps", PASSES, running, waiting * running, ends_after, options.steps)
+        both = {name: spread(values, 1) for name, values in took.items()}
+        ratio = both["ours"]["median"] / both["stock"]["median"]
+        mean = fmean(took["ours"]) / fmean(took["stock"])
+        rows.append({"running": running, "load": load, **both, "ratio": ratio, "mean_ratio": mean})
+    peer.end()
+    return {"passes": PASSES, "rows": rows}
+
+
+def throughput(options: argparse.Namespace) -> dict[str, Any]:
+    """Run pairs of the same load, each first in every second pair."""
+    with tempfile.TemporaryDirectory() as folder:
+        peer = _loaded(options, folder, is_async=False)
+        asked = _requests(options.requests)
+        for passes in (None, PASSES):  # warm up
+            peer.ask("run", passes, asked[:64], MANY_BLOCKS)
+        seconds: dict[str, list[float]] = {"stock": [], "ours": []}
+        num_tokens = 0
+        for pair in range(options.pairs):
+            names = ("stock", "ours") if pair % 2 else ("ours", "stock")
+            for name in names:
+                ran = peer.ask("run", None if name == "stock" else PASSES, asked, MANY_BLOCKS)
+                assert not ran["failures"], ran["failures"]
+                seconds[name].append(ran["seconds"])
+                num_tokens = ran["output_tokens"]
+        peer.end()
+    logs = [math.log(stock / ours) for stock, ours in zip(seconds["stock"], seconds["ours"], strict=True)]
+    half = float(student.ppf(0.975, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
+    return {
+        "passes": PASSES,
+        "requests": len(asked),
+        "output_tokens": num_tokens,
+        "pairs": len(logs),
+        "tokens_per_s": {name: num_tokens / median(took) for name, took in seconds.items()},
+        "ratio": math.exp(fmean(logs)),
+        "interval_95": [math.exp(fmean(logs) - half), math.exp(fmean(logs) + half)],
+        "seconds": seconds,
+    }
+
+
+def eviction(options: argparse.Namespace) -> dict[str, Any]:
+    """Replay the trace under each policy."""
+    if options.trace is None:
+        raise SystemExit("eviction needs --trace, a trace of Mooncake's format")
+    peer = _vllm(options)
+    rows = []
+    for capacity, policy in product(CAPACITIES, POLICIES):
+        ran = peer.ask("replay", str(options.trace.resolve()), policy, capacity)
+        rows.append({"capacity": capacity, "policy": policy, "is_stock": policy in ("lru", "arc"), **ran})
+    peer.end()
+    return {"trace": options.trace.name, "chunk_tokens": 512, "rows": rows}
+
+
+def _outputs_text(found: dict[str, Any]) -> str:
+    return "\n".join(
+        f"outputs of {found['requests']} requests, {'overlapped' if row['async'] else 'one after another'}: "
+        f"{'equal' if row['equal_outputs'] else 'NOT EQUAL'}; preemptions {row['preemptions']}"
+        for row in found["rows"]
+    )
+
+
+def _order_text(found: dict[str, Any]) -> str:
+    told = "as expected" if found["as_expected"] else "NOT as expected"
+    return f"shortest first: {told}; outputs {'equal' if found['equal_outputs'] else 'differ'}"
+
+
+def _step_text(found: dict[str, Any]) -> str:
+    head = f"{'RUNNING':>8}  {'LOAD':12}{'STOCK':>10}{'P99':>10}{'OURS':>10}{'P99':>10}{'RATIO':>8}  µs"
+    rows = (
+        f"{row['running']:>8}  {row['load']:12}{row['stock']['median']:>10}{row['stock']['p99']:>10}"
+        f"{row['ours']['median']:>10}{row['ours']['p99']:>10}{row['ratio']:>8.2f}"
+        for row in found["rows"]
+    )
+    return "\n".join((head, *rows))
+
+
+def _throughput_text(found: dict[str, Any]) -> str:
+    low, high = found["interval_95"]
+    return (
+        f"throughput, ours ÷ stock: {found['ratio']:.3f} (95 %: {low:.3f} to {high:.3f}) "
+        f"of {found['pairs']} pairs"
+    )
+
+
+def _eviction_text(found: dict[str, Any]) -> str:
+    rates = {(row["policy"], row["capacity"]): row["hit_rate"] for row in found["rows"]}
+    head = f"{'POLICY':30}" + "".join(f"{capacity:>10,}" for capacity in CAPACITIES)
+    rows = (
+        f"{policy:30}" + "".join(f"{rates[policy, capacity]:>10.2%}" for capacity in CAPACITIES)
+        for policy in POLICIES
+    )
+    return "\n".join((head, *rows))
+
+
+_TEXTS = {
+    "outputs": _outputs_text,
+    "order": _order_text,
+    "step": _step_text,
+    "throughput": _throughput_text,
+    "eviction": _eviction_text,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Settings of ours as the command lines of other engines."""
