@@ -35,6 +35,7 @@ from sagellm.core import (
     PluginError,
     PluginRegistry,
     Provider,
+    RequestRows,
     TierRequest,
     UnknownProviderError,
     UnsupportedModelError,
@@ -423,6 +424,29 @@ def server() -> None:
     refuses("llm cache stats", "no engine runs", status=1)
 
 
+def adapters() -> None:
+    """Passes fail under a driver, which goes on without them; settings and names are wrong."""
+    from sagellm.adapters import PassDriver, PassSettings
+
+    registry = PluginRegistry.load()
+    registry.register(Plugin(), distribution="failure-paths")
+
+    def drive(given: dict[str, str]) -> PassDriver:
+        settings = PassSettings.of(given, "here")
+        return PassDriver(settings, registry=registry, block_size=16, now=float)
+
+    expect(ConfigError, "passes", drive, {})
+    expect(ConfigError, "order", drive, {"passes": "oder=shortest"})
+    expect(UnknownProviderError, "shortest", drive, {"passes": "order=shortes"})
+    driver = drive({"passes": "failing"})
+    nothing = RequestRows.of(())
+    with logged("goes on without it"):
+        limits = {"available_memory": 1, "max_num_batched_tokens": 1, "max_num_seqs": 1}
+        assert driver.decide(nothing, nothing, **limits) is None
+    assert not driver.has_passes
+    assert "failing" in driver.failures
+
+
 def lab() -> None:
     """A plot is wanted without its extra, a trace is missing."""
     refuses("llm simulate /dev/null --plot plot.svg", "sagellm-lab[plot]")
@@ -472,6 +496,7 @@ PACKAGES = {
     "comm": comm,
     "engines": engines,
     "server": server,
+    "adapters": adapters,
     "lab": lab,
     "testing": testing,
 }

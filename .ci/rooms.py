@@ -13,6 +13,7 @@ LAST_RELEASE = {
     "engines": 23_996,
     "server": 10_590,
     "lab": 10_317,
+    "adapters": 0,
     "prefix-cache": 2_362,
     "kv-pool": 5_069,
     "eviction-policy": 2_506,

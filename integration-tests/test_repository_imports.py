@@ -21,6 +21,7 @@ LIGHT_MODULES = [
     "sagellm.comm",
     "sagellm.engines",
     "sagellm.server",
+    "sagellm.adapters",
     "sagellm.lab",
 ]
 TENSOR_FREE_MODULES = [
@@ -28,6 +29,7 @@ TENSOR_FREE_MODULES = [
     "sagellm.kvmgr.prefix_cache",
     "sagellm.kvmgr.eviction",
     "sagellm.kvmgr.scheduler_ir",
+    "sagellm.adapters",
 ]
 
 

@@ -57,7 +57,7 @@ def test_a_wheel_carries_its_licence_and_says_who_made_it_for_what(folder, tmp_p
 def test_the_short_name_needs_the_engine_of_its_version_and_has_one_module(tmp_path, monkeypatch):
     metadata, wheel = build(META, tmp_path, monkeypatch)
     assert metadata.get_all("Requires-Dist") == [
-        f"sagellm-{name}=={metadata['Version']}" for name in ("engines", "lab", "server")
+        f"sagellm-{name}=={metadata['Version']}" for name in ("adapters", "engines", "lab", "server")
     ]
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert files == {"sagellm/__init__.py", "sagellm/py.typed"}

@@ -117,5 +117,6 @@ def sagellm_commands() -> list[Command]:
         Command(
             "doctor", f"{cli}.doctor.command:app", "Say what was found here, and how to fix what is wrong."
         ),
+        Command("adapter", f"{cli}.adapter:app", "Run other engines with settings of ours."),
         Command("topology", f"{cli}.topology:app", "Show this machine's CPUs, memory, GPUs and network."),
     ]

@@ -189,21 +189,22 @@ class _Seen(SchedulePlan):
     block_size: int
 
     @cached_property
-    def rows(self) -> Ints:  # type: ignore[override]
+    def rows(self) -> Ints:
         """Running rows that compute something: (served,)."""
         scheduled = self.num_scheduled
         served = (i for i, request in enumerate(self.requests) if request.request_id in scheduled)
         return np.fromiter(served, np.int32)
 
     @cached_property
-    def num_tokens(self) -> Ints:  # type: ignore[override]
+    def num_tokens(self) -> Ints:
         """Tokens that each of them computes: (served,)."""
         scheduled, requests = self.num_scheduled, self.requests
         return np.array([scheduled[requests[row].request_id] for row in self.rows.tolist()], np.int32)
 
     @cached_property
-    def num_new_blocks(self) -> Ints:  # type: ignore[override]
+    def num_new_blocks(self) -> Ints:
         """Blocks that they need for that: (served,)."""
         computed = self.running.num_computed_tokens[self.rows]
         needed = -(-(computed + self.num_tokens) // self.block_size)
-        return np.maximum(needed - self.running.num_blocks[self.rows], 0).astype(np.int32)
+        num: Ints = np.maximum(needed - self.running.num_blocks[self.rows], 0).astype(np.int32)
+        return num

@@ -209,7 +209,7 @@ class _Row(ScheduleRequest):
     request: Any
 
     @cached_property
-    def token_ids(self) -> TokenIds:  # type: ignore[override]
+    def token_ids(self) -> TokenIds:
         """The prompt; zeros where the engine has embeddings in its place."""
         prompt = getattr(self.request, "prompt_token_ids", None)
         return pack(prompt or [0] * self.request.num_prompt_tokens)

@@ -14,7 +14,7 @@ _FIRST = (
     *("generate", "chat", "serve", "verify", "quantize", "bench", "benchmark", "simulate", "trace"),
     *("engine", "explain"),
     *("scheduler", "cache", "pool", "eviction", "tiers", "predictor", "accel", "comm"),
-    *("plugins", "config", "doctor", "topology"),
+    *("adapter", "plugins", "config", "doctor", "topology"),
 )
 """The order of commands in the help; all others follow."""
 

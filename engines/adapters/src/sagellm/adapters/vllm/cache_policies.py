@@ -157,7 +157,7 @@ class TreePolicy(CachePolicy):  # type: ignore[misc]
 
 def _prompt_of(context: ReqContext) -> _Prompt:
     """Return the chunks of a request, as far as vLLM has named them."""
-    prompt = context.get_state(_Prompt)
+    prompt: _Prompt | None = context.get_state(_Prompt)
     if prompt is None:
         prompt = _Prompt()
         context.set_state(prompt)

@@ -26,8 +26,11 @@ from sagellm.core.protocols.scheduler_ir import Admission
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler as _Stock  # what both schedulers are beside it
 
     from sagellm.adapters.step_orders import StepOrders
+else:
+    _Stock = object
 
 SETTINGS = 'additional_config["sagellm"]'
 TENANT, DEADLINE_S = "sagellm_tenant", "sagellm_deadline_s"
@@ -38,12 +41,15 @@ class _Line(WaitingLine[Request], RequestQueue):  # type: ignore[misc]
     """vLLM's `waiting` queue."""
 
 
-class _WithPasses:
+class _WithPasses(_Stock):  # type: ignore[misc]
     """What both schedulers add to those of vLLM."""
+
+    max_num_scheduled_tokens: int
+    max_num_active_reqs: int
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        config = self.vllm_config
         given = config.additional_config
         settings = PassSettings.of(given.get("sagellm") if isinstance(given, dict) else given, SETTINGS)
         _refuse_what_is_not_ours(config.scheduler_config)
@@ -149,7 +155,8 @@ class _WithPasses:
         cap = self._caps.get(request, num_new_tokens)
         if cap < num_new_tokens:
             num_new_tokens = cap and max(cap, min(1 + self.num_spec_tokens, num_new_tokens))
-        return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        num: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        return num
 
     def _tell(self, output: SchedulerOutput, *, has_prompts: bool) -> None:
         """Tell the passes what was planned."""
@@ -216,7 +223,8 @@ def _deadline_of(request: Request) -> float:
 
 
 def _num_schedulable(request: Request) -> int:
-    return request.num_tokens + request.num_output_placeholders  # type: ignore[no-any-return]
+    num: int = request.num_tokens + request.num_output_placeholders
+    return num
 
 
 def _refuse_what_is_not_ours(config: Any) -> None:

@@ -27,6 +27,7 @@ NEEDED = (
 OPTIONAL = {
     "sagellm-server": "serving",
     "sagellm-lab": "measuring and simulating",
+    "sagellm-adapters": "running other engines",
     "sagellm-testing": "checking plugins",
     "matplotlib": "plots",
     "triton": "kernels on GPUs",
