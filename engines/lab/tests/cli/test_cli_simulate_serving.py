@@ -1,4 +1,4 @@
-"""`simulate --cost` and `bench fit`: a table, JSON, files, comparisons, and clear errors."""
+"""`simulate --cost` and `bench fit`: a table, JSON, files, and clear errors."""
 
 from __future__ import annotations
 
@@ -35,55 +35,27 @@ def trace(tmp_path):
     return path
 
 
-def test_it_prints_pipelines_beside_each_other(trace, costs, sage):
-    other = "share=none,chunk=chunked-prefill{min_share=0.5}"
-    out = sage("llm", "simulate", trace, "--cost", costs, "--compare", other).out
-    lines = out.splitlines()
+def test_it_prints_the_pipeline_and_its_figures(trace, costs, sage):
+    passes = "share=none,chunk=chunked-prefill{min_share=0.5}"
+    lines = sage("llm", "simulate", trace, "--cost", costs, "--passes", passes).out.splitlines()
     assert lines[0].startswith("30 requests, 1,000 blocks of 16; ")
     assert lines[1].endswith("by hand")
     assert lines[3].startswith("PASSES")
-    assert [line.split()[0] for line in lines[4:6]] == [
-        "shortest,fair-share,chunked-prefill",
-        "shortest,chunked-prefill{min_share=0.5}",
-    ]
-
-
-def test_pipelines_that_differ_in_nothing_are_told(trace, costs, sage):
-    def out(*flags):
-        return sage("llm", "simulate", trace, "--cost", costs, *flags).out
-
-    assert "All pipelines had the same figures" in out("--passes", "order=null", "--compare", "order=none")
-    assert "same figures" not in out()
+    assert lines[4].split()[0] == "shortest,chunked-prefill{min_share=0.5}"
 
 
 def test_json_and_files_have_every_request(trace, costs, sage, tmp_path):
     requests, picture = tmp_path / "requests.jsonl", tmp_path / "runs.svg"
     found = sage(
         "llm", "simulate", trace, "--cost", costs, "--passes", "order=none,share=none,chunk=none", "--json",
-        "--requests", requests, "--plot", picture, "--num-blocks", "64", "--stretch", "0.5", "--no-bounds",
+        "--requests", requests, "--plot", picture, "--num-blocks", "64", "--stretch", "0.5",
     ).json  # fmt: skip
-    (run,) = found["runs"]
-    assert (run["passes"], run["num_requests"], run["num_blocks"]) == ("none", 30, 64)
-    assert set(run["by_priority"]) == {"0", "1", "2"}
+    assert (found["passes"], found["num_requests"], found["num_blocks"]) == ("none", 30, 64)
+    assert set(found["by_priority"]) == {"0", "1", "2"}
     rows = [json.loads(line) for line in requests.read_text().splitlines()]
     assert [row["arrival_ns"] for row in rows][:3] == [0, 5_000_000, 10_000_000]
     assert sum(row["num_output_tokens"] for row in rows) == sum(1 + i % 7 for i in range(30))
     assert picture.read_text().lstrip().startswith("<?xml")
-
-
-def test_the_default_passes_stand_beside_those_of_the_flag(trace, costs, sage):
-    def passes(*flags):
-        return [
-            run["passes"]
-            for run in sage("llm", "simulate", trace, "--cost", costs, "--json", *flags).json["runs"]
-        ]
-
-    default = ["shortest,fair-share,chunked-prefill"]
-    assert passes() == default
-    asked = ["mlfq,fair-share,chunked-prefill"]
-    assert passes("--passes", "order=mlfq") == asked + default
-    assert passes("--passes", "order=mlfq", "--no-bounds") == asked
-    assert passes("--passes", "share=fair-share") == default
 
 
 def test_the_scores_of_the_predictor_are_printed(trace, costs, sage):
@@ -91,9 +63,7 @@ def test_the_scores_of_the_predictor_are_printed(trace, costs, sage):
     assert "lifetime predictor statistical: " in out
     exact = sage("llm", "simulate", trace, "--cost", costs, "--oracle", "0")
     assert "lifetime predictor oracle: 26 predictions are off by 0.0 tokens on average" in exact.out
-    scores = sage("llm", "simulate", trace, "--cost", costs, "--oracle", "0", "--json").json["runs"][0][
-        "predictor"
-    ]
+    scores = sage("llm", "simulate", trace, "--cost", costs, "--oracle", "0", "--json").json["predictor"]
     assert (scores["num_predictions"], scores["num_cut"], scores["within_10_percent"]) == (30, 4, 1.0)
 
 
@@ -101,7 +71,7 @@ def test_limits_decide_what_is_good(trace, costs, sage):
     arguments = ("llm", "simulate", trace, "--cost", costs, "--json")
 
     def num_good(*flags: str) -> int:
-        return sage(*arguments, *flags).json["runs"][0]["num_good"]
+        return sage(*arguments, *flags).json["num_good"]
 
     assert num_good() == 30
     assert num_good("--max-ttft-s", "0", "--max-ttft-prefills", "0") == 0
@@ -124,7 +94,6 @@ def test_the_same_command_prints_the_same(trace, costs, sage):
         (("--cost", "COSTS", "--eviction-policy", "lru,fifo"), "simulated with one"),
         (("--cost", "COSTS", "--tenant-weights", "a:3"), "write name=2.5"),
         (("--cache-only",), "--capacity"),
-        (("--capacity", "50", "--compare", "order=mlfq"), "--compare is for serving"),
         (("--capacity", "50", "--passes", "order=mlfq"), "--passes is for serving"),
         ((), "simulate serving with --cost"),
     ],

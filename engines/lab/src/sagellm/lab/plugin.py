@@ -25,6 +25,7 @@ def sagellm_commands() -> list[Command]:
         Command("bench", f"{_CLI}.bench.command:app", "Measure servers and engines: throughput and latency."),
         Command("benchmark", f"{_CLI}.bench.peers:app", ""),  # what `bench peers` was named in 0.2
         Command("simulate", f"{_CLI}.simulate:app", "Simulate serving a trace, or its prefix cache."),
+        Command("ab", f"{_CLI}.ab:app", "Compare configurations on a trace: which is better, how surely."),
         Command("predictor train", f"{_CLI}.predictor:train_app", "Train a lifetime predictor on a trace."),
         Command("predictor score", f"{_CLI}.predictor:score_app", "Score lifetime predictors on a trace."),
         Command("trace", f"{_CLI}.trace:app", "Make traces of load, say what is in one, and convert it."),

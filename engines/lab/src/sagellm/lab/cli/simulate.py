@@ -12,7 +12,7 @@ import typer
 
 from sagellm.core import ConfigError
 from sagellm.core.plugins.option_text import split
-from sagellm.engines.cli.engine_flags import ConfigFile, setting_flag
+from sagellm.engines.cli.engine_flags import ConfigFile
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.cli.output import columns, print_json
@@ -20,14 +20,14 @@ from sagellm.engines.cli.targets import Overwrite, check_targets
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.progress import progress_bar
 from sagellm.lab.cli.flags import AsJSON, flag
+from sagellm.lab.cli.serving_flags import SERVING_FLAGS, TRACE_FLAGS, with_block_size
 from sagellm.lab.cli.simulate_faults import FAULT_FLAGS, simulate_faults
-from sagellm.lab.cli.simulate_serving import SERVING_FLAGS, ServingTargets, simulate_serving
+from sagellm.lab.cli.simulate_serving import ORACLE_FLAG, ServingTargets, simulate_serving
 from sagellm.lab.files import write_json_lines
 from sagellm.lab.plots import check_plot
 
 if TYPE_CHECKING:
     from sagellm.core import TraceRequest
-    from sagellm.engines.config.schema import EngineConfig
     from sagellm.lab.simulation.runs import CacheRun, Simulation
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -44,19 +44,11 @@ SIMULATE_FLAGS = (
         "Policies: lru,qos{within=reuse}; belady is the optimum, off disables caching.",
         autocompletion=complete_providers("eviction_policy"),
     ),
-    setting_flag("prefix_cache", "prefix_cache.name"),
-    flag("block_size", int, "INT", "Tokens in a block; else the trace's own, else 16.", min=1),
-    flag(
-        "reader",
-        str,
-        "NAME",
-        "The trace's reader; else the file shows its format.",
-        autocompletion=complete_providers("trace_reader"),
-    ),
-    flag("limit", int, "INT", "Replay only this many of its requests.", min=1),
+    *TRACE_FLAGS,
     flag("plot", Path, "FILE", "Draw what is saved and shared (PNG, SVG, …)."),
     flag("requests", Path, "FILE", "Write what became of each request (JSON lines)."),
     *SERVING_FLAGS,
+    ORACLE_FLAG,
     *FAULT_FLAGS,
 )
 
@@ -72,9 +64,7 @@ def simulate(  # noqa: PLR0913
     cache_only: Annotated[
         bool, typer.Option("--cache-only", help="Replay through the cache alone; the default without --cost.")
     ] = False,
-    bounds: Annotated[
-        bool, typer.Option(help="Also replay LRU and the optimum; with --passes, also the default passes.")
-    ] = True,
+    bounds: Annotated[bool, typer.Option(help="Also replay LRU and the optimum, without --cost.")] = True,
     overwrite: Overwrite = False,
     as_json: AsJSON = False,
     config: ConfigFile = None,
@@ -97,7 +87,7 @@ def simulate(  # noqa: PLR0913
     check_plot(plot)
     check_targets(plot, requests_file, overwrite=overwrite, source=trace)
     if "cost" not in options:
-        for name in ("compare", "scheduler_passes", "stretch", "oracle"):
+        for name in ("scheduler_passes", "stretch", "oracle"):
             if name in options:
                 flag = "passes" if name == "scheduler_passes" else name
                 raise ConfigError(
@@ -114,7 +104,7 @@ def simulate(  # noqa: PLR0913
 
     requests = read_trace(trace, name=options.get("reader"), limit=options.get("limit"))
     targets = ServingTargets(plot, requests_file, as_json)
-    simulate_serving(trace, requests, options, targets, config, with_default=bounds)
+    simulate_serving(trace, requests, options, targets, config)
 
 
 def _replay(
@@ -167,17 +157,6 @@ def _blocks(text: str) -> int:
         return int(text.replace("_", ""))
     except ValueError:
         raise ConfigError(f"--capacity is {text!r}; it must be whole numbers of blocks: 1000,5000") from None
-
-
-def with_block_size(
-    settings: EngineConfig, requests: Sequence[TraceRequest], block_size: int | None
-) -> EngineConfig:
-    """Choose the block size: the one given, else the trace's own, else the configuration's."""
-    own = max((one.block_tokens for one in requests), default=0)
-    size = block_size or own or settings.kv.block_size
-    if own % size:
-        raise ConfigError(f"--block-size is {size}; the trace names blocks of {own} tokens: give a divisor")
-    return settings.with_values({"kv.block_size": size})
 
 
 def _text(requests: Sequence[TraceRequest], found: Simulation, elapsed_s: float) -> str:

@@ -1,0 +1,100 @@
+"""Runs jobs in processes of their own, several at once, and ends them all if one fails or the user stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from threading import Lock
+
+from sagellm.core import ConfigError
+from sagellm.engines.progress import Advance
+from sagellm.lab.ab.run import Job, Result
+from sagellm.lab.bench.errors import BenchmarkError
+
+_PROGRAM = "sagellm.lab.ab.run"
+_SHOWN_ERROR_LINES = 5
+
+
+def run_jobs(jobs: Sequence[Job], num_processes: int, advance: Advance) -> list[Result]:
+    """Run jobs and return their results in the order of the jobs.
+
+    Each process is a fresh interpreter and gets its job as JSON. `advance` is told of requests. Raises what
+    the first failing job raised, by the name of the job, once all processes have ended.
+    """
+    running = _Running(advance)
+    with ThreadPoolExecutor(min(num_processes, len(jobs)), "sagellm-ab") as threads:
+        futures = [threads.submit(running.run, job) for job in jobs]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            running.stop()
+
+
+class _Running:
+    def __init__(self, advance: Advance) -> None:
+        self._advance = advance
+        self._lock = Lock()
+        self._processes: set[subprocess.Popen[str]] = set()
+        self._is_stopped = False
+
+    def run(self, job: Job) -> Result:
+        process = self._start()
+        if process is None:
+            raise BenchmarkError(f"{job.name}: stopped")
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"  # noqa: PT018
+        last: dict[str, object] = {}
+        with process:
+            with suppress(BrokenPipeError):  # it has ended already: its error says why
+                process.stdin.write(json.dumps(asdict(job)))
+                process.stdin.close()
+            for line in process.stdout:
+                last = json.loads(line)
+                if "done" in last:
+                    with self._lock:
+                        self._advance(float(str(last["done"])))
+            assert process.stderr is not None, "it is a pipe"
+            errors = process.stderr.read()
+        with self._lock:
+            self._processes.discard(process)
+        return _result(job, last, errors)
+
+    def stop(self) -> None:
+        """End what still runs; what has not started does not start."""
+        with self._lock:
+            self._is_stopped = True
+            for process in self._processes:
+                with suppress(ProcessLookupError):
+                    process.kill()
+
+    def _start(self) -> subprocess.Popen[str] | None:
+        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        with self._lock:
+            if self._is_stopped:
+                return None
+            process = subprocess.Popen(
+                [sys.executable, "-m", _PROGRAM],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                env=os.environ | single | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C reaches the parent alone, which ends them
+            )
+            self._processes.add(process)
+        return process
+
+
+def _result(job: Job, last: dict[str, object], errors: str) -> Result:
+    if isinstance(last.get("result"), dict):
+        return Result(**last["result"])  # type: ignore[arg-type]
+    if "error" in last:
+        kind = ConfigError if last["is_usage"] else BenchmarkError
+        raise kind(f"{job.name}: {last['error']}")
+    shown = "\n".join(errors.strip().splitlines()[-_SHOWN_ERROR_LINES:])
+    raise BenchmarkError(f"{job.name}: its process ended before it was done\n{shown}".rstrip())

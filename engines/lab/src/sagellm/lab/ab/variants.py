@@ -1,0 +1,116 @@
+"""Variants of a configuration: `order=mlfq,eviction=qos{within=reuse},scheduler.max_num_seqs=64`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sagellm.core import ConfigError, PluginError, PluginRegistry, ProviderSpec, UnknownProviderError, nearest
+from sagellm.core.plugins.option_text import read_value, split
+from sagellm.engines.config.schema import PROVIDER_KINDS, EngineConfig
+from sagellm.engines.config.sections import STAGES
+
+DEFAULT = "default"
+EXACT = "exact"
+"""As a predictor, one that knows each recorded length."""
+
+_SHORT = {
+    "eviction": "prefix_cache.eviction_policy",
+    "predictor": "predictor.name",
+    **{stage: f"scheduler.{stage}" for stage in STAGES},
+}
+"""What a variant may write in short → the setting."""
+
+_SIMULATED = ("kv", "prefix_cache", "scheduler", "predictor")
+"""Sections whose settings a simulation reads; the rest say how a model is run and served."""
+
+KINDS = {short: PROVIDER_KINDS[key] for short, key in _SHORT.items()}
+"""What a variant may write in short → the kind of provider that it names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One configuration under comparison. `oracle_error` is that of a predictor that knows the lengths."""
+
+    name: str
+    text: str
+    config: EngineConfig
+    oracle_error: float | None = None
+
+    def is_same_as(self, other: Variant) -> bool:
+        """Say whether both configure the same."""
+        return self.config == other.config and self.oracle_error == other.oracle_error
+
+    @property
+    def label(self) -> str:
+        """The name, and what the variant changes."""
+        return f"{self.name}: {self.text}"
+
+
+def read_variant(name: str, text: str, config: EngineConfig, *, oracle_error: float | None = None) -> Variant:
+    """Read what a variant changes in a configuration; `default` or nothing is the configuration itself.
+
+    `oracle_error` is that of a predictor which the configuration has instead of its own. Raises ConfigError,
+    which names the variant's flag, for what is unknown, impossible or given twice.
+    """
+    try:
+        values = {} if text.strip() in ("", DEFAULT) else _values(text)
+        predictor = values.get("predictor.name")
+        error = oracle_error if predictor is None else None
+        if predictor is not None and (spec := ProviderSpec.of(predictor)).name == EXACT:
+            error = _error(spec.options)
+            values["predictor.name"] = "null"  # it learns nothing, and is replaced
+        changed = config.with_values(values)
+        check_providers(changed)
+    except (ConfigError, PluginError, UnknownProviderError) as fault:
+        raise ConfigError(f"--{name} is {text!r}: {fault}") from fault
+    return Variant(name=name, text=text.strip() or DEFAULT, config=changed, oracle_error=error)
+
+
+def check_providers(config: EngineConfig) -> None:
+    """Raise for a provider that a simulation would use and that is not installed."""
+    registry = PluginRegistry.load()
+    for named in config.providers():
+        if named.key.partition(".")[0] in _SIMULATED:
+            registry.choose(named.kind, named.spec)
+
+
+def _values(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for item in split(text):
+        key, equals, value = item.partition("=")
+        key, value = key.strip(), value.strip()
+        if not equals or not value:
+            raise ConfigError(f"{item!r} gives no value; write key=value, as in eviction=lru")
+        setting = _SHORT.get(key, key)
+        if setting in values:
+            raise ConfigError(f"{key} is given twice; keep one")
+        _check_key(setting, key)
+        values[setting] = value if setting in PROVIDER_KINDS else read_value(value)
+    return values
+
+
+def known_keys() -> list[str]:
+    """Return what a variant may write before =."""
+    settings = EngineConfig().values()
+    return [*_SHORT, *(key for key in settings if key.partition(".")[0] in _SIMULATED)]
+
+
+def _check_key(setting: str, key: str) -> None:
+    known = known_keys()
+    if setting in known:
+        return
+    if setting in EngineConfig().values():
+        raise ConfigError(f"{key} changes nothing in a simulation; those of {', '.join(_SIMULATED)} do")
+    raise ConfigError(f"{key!r} is not a setting; possible are {', '.join(known)}.{nearest(key, known)}")
+
+
+def _error(options: Mapping[str, Any]) -> float:
+    error = options.get("error", 0.0)
+    if not options.keys() <= {"error"} or not isinstance(error, int | float) or not 0 <= error < float("inf"):
+        raise ConfigError(
+            f"{EXACT} has the options {dict(options)}; it takes error, a number of at least 0, the spread of "
+            "its log-normal error"
+        )
+    return float(error)

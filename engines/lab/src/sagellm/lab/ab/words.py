@@ -1,0 +1,121 @@
+"""Figures, differences and verdicts as people read them."""
+
+from __future__ import annotations
+
+from sagellm.lab.ab.bootstrap import NUM_RESAMPLES, BlockBootstrap, Estimate, num_requests_for
+from sagellm.lab.ab.comparison import Change, Comparison, Run
+from sagellm.lab.ab.metrics import Metric
+
+SMALL = 0.01
+"""The difference, a percent or a point, of which a verdict says how many requests would show it."""
+
+_LARGE = 2.0
+"""From this relative difference on, people read times rather than percents."""
+
+
+def figure_text(metric: Metric, value: float | None) -> str:
+    """Write a figure in the unit of its metric."""
+    if value is None:
+        return "-"
+    scale, digits = {"s": (1.0, 3), "ms": (1e3, 1), "%": (100.0, 1)}[metric.unit]
+    return f"{scale * value:,.{digits}f} {metric.unit}"
+
+
+def figure_of(metric: Metric, run: Run) -> str:
+    """Write a figure of a run; a dash if the run does not have it."""
+    return figure_text(metric, metric.of(run.columns) if metric.column in run.columns else None)
+
+
+def change_text(change: Change) -> str:
+    """Write a difference: `−3.1 %`, or `+2.1 points` of a share."""
+    if change.shown is not None:
+        return _signed(change.shown.value, change.metric, _digits(change.shown))
+    if change.a is None or change.b is None:
+        return "-"
+    if change.metric.is_share:
+        return _signed(change.b - change.a, change.metric, 1)
+    return _signed(change.b / change.a - 1, change.metric, 1) if change.a else "-"
+
+
+def interval_text(change: Change) -> str:
+    """Write an interval: `−4.2 to −1.9 %`."""
+    estimate = change.shown
+    if estimate is None:
+        return "-"
+    digits = _digits(estimate)
+    return f"{_number(estimate.low, digits)} to {_signed(estimate.high, change.metric, digits)}"
+
+
+def verdict(found: Comparison, headline: Metric, bootstrap: BlockBootstrap, num_requests: int) -> str:
+    """Say in a sentence whether b differs from a in the headline, and how sure that is."""
+    name, title = found.run.name, headline.title
+    if found.is_identical:
+        same = "has the same configuration as a" if found.is_same_configuration else "is identical to a"
+        return f"{name} {same}: every request came out the same"
+    change = next(each for each in found.changes if each.metric == headline)
+    if not bootstrap.can_tell:
+        few = f"{bootstrap.num_sessions} sessions are too few for an interval"
+        return f"{name}: {change_text(change)} {title}; {few}"
+    if change.shown is None:
+        return f"{name}: nothing can be said of {title}, of which there is none under a or {name}"
+    interval = f"95 %: {interval_text(change)}"
+    if not change.shown.is_clear:
+        needed = _needed(change, num_requests, bootstrap.level)
+        return f"{name}: no difference in {title} at this size: {change_text(change)} ({interval}); {needed}"
+    return f"{name} {_clear(change)}"
+
+
+def _clear(change: Change) -> str:
+    """Say how b differs, without signs: `is 3.1 % faster in mean TTFT (95 %: 1.9 to 4.2 %)`."""
+    estimate, metric = change.shown, change.metric
+    assert estimate is not None, "the difference is clear"
+    is_more, digits = estimate.value > 0, _digits(estimate)
+    if not metric.is_share and estimate.value >= _LARGE:
+        value, low, high = (f"{1 + each:,.1f}" for each in (estimate.value, estimate.low, estimate.high))
+        return f"takes {value} times as long in {metric.title} (95 %: {low} to {high} times)"
+    ends = sorted(abs(100 * each) for each in (estimate.low, estimate.high))
+    size, unit = f"{abs(100 * estimate.value):.{digits}f}", "points" if metric.is_share else "%"
+    interval = f"95 %: {ends[0]:.{digits}f} to {ends[1]:.{digits}f} {unit}"
+    if not metric.is_share:
+        return f"is {size} % {'slower' if is_more else 'faster'} in {metric.title} ({interval})"
+    figures = f"{figure_text(metric, change.b)} instead of {figure_text(metric, change.a)}"
+    return f"has {size} points {'more' if is_more else 'fewer'} {metric.title}: {figures} ({interval})"
+
+
+def about(bootstrap: BlockBootstrap, num_others: int, headline: Metric) -> str:
+    """Say what the intervals are."""
+    together = f", of all {num_others} together" if num_others > 1 else ""
+    return (
+        f"The verdict is on {headline.title}; other metrics are described. Intervals (95 %{together}): "
+        f"differences of the same requests, {NUM_RESAMPLES:,} resamples of blocks of {bootstrap.block_len} "
+        "sessions that follow each other."
+    )
+
+
+def _needed(change: Change, num_requests: int, level: float) -> str:
+    assert change.shown is not None, "there is an interval"
+    what = f"a difference of 1 {'point' if change.metric.is_share else '%'}"
+    missing = num_requests_for(SMALL, change.shown, num_requests, level) - num_requests
+    if missing <= 0:
+        return f"{what} would have been found"
+    return f"about {_rounded(missing):,} more requests would show {what}"
+
+
+def _rounded(number: int) -> int:
+    """Keep two digits: it is an estimate."""
+    size = int(10 ** max(0, len(str(number)) - 2))
+    return -(-number // size) * size
+
+
+def _signed(value: float, metric: Metric, digits: int) -> str:
+    return _number(value, digits) + (" points" if metric.is_share else " %")
+
+
+def _number(value: float, digits: int) -> str:
+    text = f"{100 * value:+,.{digits}f}".replace("-", "−")
+    return text if text.strip("+−0.") else text.lstrip("+−")
+
+
+def _digits(estimate: Estimate) -> int:
+    """Return the digits after the point that the interval's width gives a meaning."""
+    return 1 if estimate.high - estimate.low >= 0.005 else 2
