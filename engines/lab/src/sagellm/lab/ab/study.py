@@ -11,7 +11,7 @@ import numpy as np
 
 from sagellm.core import ConfigError, TraceRequest
 from sagellm.engines.progress import Advance
-from sagellm.lab.ab.bootstrap import NUM_RESAMPLES, BlockBootstrap, sessions_of
+from sagellm.lab.ab.bootstrap import BlockBootstrap, sessions_of
 from sagellm.lab.ab.comparison import Comparison, Run, compare
 from sagellm.lab.ab.metrics import CACHE_METRICS, SERVING_METRICS, Metric, headline_of
 from sagellm.lab.ab.processes import run_jobs
@@ -107,7 +107,6 @@ class Study:
                 "level": LEVEL,
                 "level_of_each": bootstrap.level,
                 "block_sessions": bootstrap.block_len,
-                "num_resamples": NUM_RESAMPLES,
             },
             "runs": [_run_json(each, plan.metrics) for each in self.runs],
             "bounds": [_run_json(each, plan.metrics) for each in self.bounds],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sagellm.lab.ab.bootstrap import NUM_RESAMPLES, BlockBootstrap, Estimate, num_requests_for
+from sagellm.lab.ab.bootstrap import BlockBootstrap, Estimate, num_requests_for
 from sagellm.lab.ab.comparison import Change, Comparison, Run
 from sagellm.lab.ab.metrics import Metric
 
@@ -46,6 +46,20 @@ def interval_text(change: Change) -> str:
     return f"{_number(estimate.low, digits)} to {_signed(estimate.high, change.metric, digits)}"
 
 
+def change_rows(found: Comparison) -> list[tuple[str, ...]]:
+    """Return a row for each metric: its title, the figures of both, the difference and its interval."""
+    return [
+        (
+            each.metric.title,
+            figure_text(each.metric, each.a),
+            figure_text(each.metric, each.b),
+            change_text(each),
+            interval_text(each),
+        )
+        for each in found.changes
+    ]
+
+
 def verdict(found: Comparison, headline: Metric, bootstrap: BlockBootstrap, num_requests: int) -> str:
     """Say in a sentence whether b differs from a in the headline, and how sure that is."""
     name, title = found.run.name, headline.title
@@ -86,9 +100,9 @@ def about(bootstrap: BlockBootstrap, num_others: int, headline: Metric) -> str:
     """Say what the intervals are."""
     together = f", of all {num_others} together" if num_others > 1 else ""
     return (
-        f"The verdict is on {headline.title}; other metrics are described. Intervals (95 %{together}): "
-        f"differences of the same requests, {NUM_RESAMPLES:,} resamples of blocks of {bootstrap.block_len} "
-        "sessions that follow each other."
+        f"The verdict is on {headline.title}; other metrics are described. Intervals (95 %{together}) are of "
+        f"differences between the same requests, by a bootstrap of blocks of {bootstrap.block_len} sessions "
+        "that follow each other."
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +17,7 @@ from sagellm.engines.cli.engine_flags import ConfigFile
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.cli.output import columns, print_json
+from sagellm.engines.cli.targets import Overwrite, check_targets
 from sagellm.engines.progress import progress_bar
 from sagellm.lab.cli.flags import AsJSON, flag
 from sagellm.lab.cli.serving_flags import (
@@ -73,6 +76,7 @@ AB_FLAGS = (
         "What decides: ttft, ttft_p99, tpot, latency, wait, good or saved. [default: ttft; without --cost "
         "saved]",
     ),
+    flag("html", Path, "FILE", "Write a report: one page with figures and plots."),
     flag("jobs", int, "INT", "Processes at once. [default: one for each core]", min=1),
     *SERVING_FLAGS,
 )
@@ -87,6 +91,7 @@ def ab(
         bool,
         typer.Option(help="Also run what no real policy has: exact lengths, the optimal eviction; and FCFS."),
     ] = True,
+    overwrite: Overwrite = False,
     as_json: AsJSON = False,
     config: ConfigFile = None,
     **options: Any,
@@ -100,6 +105,8 @@ def ab(
     """
     from sagellm.lab.ab.study import run_study
 
+    html = options.get("html")
+    check_targets(html, overwrite=overwrite, source=trace)
     texts = {name: options[name] for name in ("a", "b", *_MORE) if name in options}
     if not texts.keys() - {"a"}:
         raise ConfigError("what is compared? Give a variant with --b: --b 'order=mlfq'")
@@ -108,6 +115,10 @@ def ab(
         started = time.perf_counter()
         study = run_study(plan, options.get("jobs") or os.cpu_count() or 1, advance)
         elapsed_s = time.perf_counter() - started
+    if html is not None:
+        from sagellm.lab.ab.report import write_report
+
+        write_report(html, study, command=shlex.join(["sage", *sys.argv[1:]]))
     if as_json:
         print_json(study.as_json())
     else:
@@ -176,16 +187,6 @@ def _text(study: Study, elapsed_s: float) -> str:
 
 
 def _changes(found: Comparison, a: str) -> str:
-    from sagellm.lab.ab.words import change_text, figure_text, interval_text
+    from sagellm.lab.ab.words import change_rows
 
-    rows = [
-        (
-            each.metric.title,
-            figure_text(each.metric, each.a),
-            figure_text(each.metric, each.b),
-            change_text(each),
-            interval_text(each),
-        )
-        for each in found.changes
-    ]
-    return columns(("METRIC", a.upper(), found.run.name.upper(), "CHANGE", "95 %"), rows)
+    return columns(("METRIC", a.upper(), found.run.name.upper(), "CHANGE", "95 %"), change_rows(found))
