@@ -1,0 +1,109 @@
+"""Comparisons of two runs, and their verdicts in words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sagellm.lab.ab.bootstrap import BlockBootstrap
+from sagellm.lab.ab.comparison import Comparison, Run, compare
+from sagellm.lab.ab.metrics import SAVED, SERVING_METRICS
+from sagellm.lab.ab.words import about, change_rows, change_text, figure_text, interval_text, verdict
+
+TTFT = SERVING_METRICS[0]
+TIMES = ("ttft_s", "tpot_s", "latency_s", "wait_s")
+
+
+def run(name: str, values: np.ndarray, saved: float = 0.0) -> Run:
+    size = len(values)
+    columns = {each: values for each in TIMES} | {
+        "good": np.ones(size),
+        "saved": np.full(size, saved),
+        "prompt": np.full(size, 100.0),
+    }
+    return Run(name=name, text=f"order={name}", columns=columns)
+
+
+def judged(a: Run, b: Run, headline=TTFT) -> tuple[Comparison, str]:
+    size = len(a.columns["ttft_s"])
+    bootstrap = BlockBootstrap(np.arange(size))
+    found = compare(a, b, SERVING_METRICS, bootstrap)
+    return found, verdict(found, headline, bootstrap, size)
+
+
+@pytest.fixture
+def values():
+    return np.random.default_rng(1).exponential(1.0, 400)
+
+
+def test_equal_runs_are_identical(values):
+    found, sentence = judged(run("a", values), run("b", values))
+    assert found.is_identical
+    assert sentence == "b is identical to a: every request came out the same"
+
+
+def test_a_clear_difference_is_said_without_signs(values):
+    noise = np.random.default_rng(2).normal(0.97, 0.02, 400)
+    _, sentence = judged(run("a", values), run("b", noise * values))
+    assert sentence.startswith("b is 3.")
+    assert sentence.endswith(" % faster in mean TTFT (95 %: 3.0 to 3.6 %)")
+    _, sentence = judged(run("a", noise * values), run("b", values))
+    assert sentence.endswith(" % slower in mean TTFT (95 %: 3.1 to 3.7 %)")
+
+
+def test_a_large_difference_is_said_in_times(values):
+    _, sentence = judged(run("a", values), run("b", 40 * values))
+    assert sentence == "b takes 40.0 times as long in mean TTFT (95 %: 40.0 to 40.0 times)"
+
+
+def test_no_difference_says_how_many_requests_would_show_one(values):
+    noise = np.random.default_rng(3).normal(1.0, 0.5, 400)
+    _, sentence = judged(run("a", values), run("b", noise * values))
+    assert sentence.startswith("b: no difference in mean TTFT at this size: ")
+    assert sentence.endswith("00 more requests would show a difference of 1 %")
+    little = np.random.default_rng(3).normal(1.0, 0.005, 400)
+    _, sentence = judged(run("a", values), run("b", little * values))
+    assert sentence.endswith("; a difference of 1 % would have been found")
+
+
+def test_shares_differ_by_points(values):
+    found, sentence = judged(run("a", values, 40.0), run("b", values, 42.5), SAVED)
+    assert sentence == (
+        "b has 2.50 points more prompt tokens saved: 42.5 % instead of 40.0 % (95 %: 2.50 to 2.50 points)"
+    )
+    change = found.changes[-1]
+    assert (change_text(change), interval_text(change)) == ("+2.50 points", "+2.50 to +2.50 points")
+    _, sentence = judged(run("a", values, 42.5), run("b", values, 40.0), SAVED)
+    assert "2.50 points fewer prompt tokens saved" in sentence
+
+
+def test_requests_that_failed_in_one_run_are_left_out_of_both(values):
+    failed = 2 * values
+    failed[:100] = np.nan
+    found, _ = judged(run("a", values), run("b", failed))
+    change = found.changes[0]
+    assert change.a == pytest.approx(values[100:].mean())
+    assert change.shown.value == pytest.approx(1.0)
+    nothing, sentence = judged(run("a", values), run("b", np.full(400, np.nan)))
+    assert "nothing can be said of mean TTFT" in sentence
+    assert change_rows(nothing)[0][1:] == ("-", "-", "-", "-")
+
+
+def test_few_sessions_have_a_difference_without_an_interval():
+    values = np.ones(5)
+    found, sentence = judged(run("a", values), run("b", 1.1 * values))
+    assert sentence == "b: +10.0 % mean TTFT; 5 sessions are too few for an interval"
+    assert change_rows(found)[0] == ("mean TTFT", "1.000 s", "1.100 s", "+10.0 %", "-")
+
+
+def test_figures_have_the_unit_of_their_metric():
+    named = {each.name: each for each in SERVING_METRICS}
+    assert figure_text(named["tpot"], 0.0123) == "12.3 ms"
+    assert figure_text(named["good"], 0.5) == "50.0 %"
+    assert figure_text(named["ttft"], None) == "-"
+
+
+def test_several_variants_share_their_level():
+    bootstrap = BlockBootstrap(np.arange(100))
+    assert "(95 %, of all 3 together)" in about(bootstrap, 3, TTFT)
+    assert "blocks of 10 sessions" in about(bootstrap, 1, TTFT)

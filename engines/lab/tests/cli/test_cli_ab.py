@@ -1,0 +1,286 @@
+"""`ab`: a table, verdicts, JSON, a report, bounds, and clear errors; runs are processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from html.parser import HTMLParser
+from random import Random
+
+import psutil
+import pytest
+
+from sagellm.core import TraceRequest
+from sagellm.lab.ab.processes import run_jobs
+from sagellm.lab.ab.run import Job, main
+from sagellm.lab.bench.errors import BenchmarkError
+from sagellm.lab.cli.ab import complete_variant
+from sagellm.lab.traces import write_trace
+from sagellm.testing.patience import PATIENCE_S, wait_until
+
+COSTS = {
+    "source": "by hand",
+    "device": "cuda",
+    "step": {"base_ns": 1_000_000, "token_ns": 10_000},
+    "kv_bytes_per_token": 1000,
+    "kv_memory_bytes": 1_600_000,
+}
+OTHER_LRU = """
+from sagellm.core import Provider, hookimpl
+
+@hookimpl
+def sagellm_providers():
+    target = "sagellm.kvmgr.eviction:FIFOEvictionPolicy"
+    return [Provider("eviction_policy", "moon", target, "by another name")]
+"""
+
+
+@pytest.fixture
+def costs(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(COSTS))
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Return conversations of two turns behind three beginnings, faster than one seat serves them."""
+    random, requests = Random(1), []
+    for index in range(24):
+        path = [random.randrange(3), 100 + index]
+        for turn in range(2):
+            path = [*path, 200 + 2 * index + turn]
+            requests.append(
+                TraceRequest(
+                    0.002 * index + 0.05 * turn, 16 * len(path), 20 + index % 5, tuple(path), 16,
+                    conversation=str(index),
+                )
+            )  # fmt: skip
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, sorted(requests, key=lambda one: one.arrival_s))
+    return path
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    path = tmp_path / "lengths.jsonl"
+    write_trace(path, [TraceRequest(0.001 * i, 50 + i, 3) for i in range(20)])
+    return path
+
+
+class Page(HTMLParser):
+    """Checks that what is opened is closed, and collects what is loaded."""
+
+    VOID = ("meta", "wbr", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loaded += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_serving_is_compared_with_bounds_beside(trace, costs, sage):
+    done = sage(
+        "llm", "ab", trace, "--cost", costs, "--max-num-seqs", "2", "--b", "order=none,share=none",
+        "--c", "scheduler.max_num_seqs=4", "--json",
+    )  # fmt: skip
+    found = done.json
+    assert [(run["name"], run["variant"]) for run in found["runs"]] == [
+        ("a", "default"), ("b", "order=none,share=none"), ("c", "scheduler.max_num_seqs=4"),
+    ]  # fmt: skip
+    bounds = [run["name"] for run in found["bounds"]]
+    assert bounds == [
+        "exact lengths", "in order of arrival", "optimal eviction, cache alone", "no eviction, cache alone",
+    ]  # fmt: skip
+    assert (found["headline"], found["num_sessions"], found["interval"]["block_sessions"]) == ("ttft", 24, 5)
+    assert found["interval"]["level_of_each"] == pytest.approx(0.975)
+    in_order, more_seats = found["comparisons"]
+    arrival = found["bounds"][1]
+    assert found["runs"][1]["ttft"] == arrival["ttft"], "b is that bound"
+    assert "ttft" in in_order["changes"]
+    assert more_seats["verdict"].startswith("c is ")
+    assert " faster in mean TTFT" in more_seats["verdict"]
+    relative = more_seats["changes"]["ttft"]["relative"]
+    assert relative["low"] < relative["value"] < relative["high"] < 0
+
+
+def test_the_cache_alone_is_compared_without_costs(trace, sage):
+    variants = ("--a", "eviction=lru", "--b", "prefix_cache.enabled=false")
+    out = sage("llm", "ab", trace, "--num-blocks", "12", *variants).out
+    lines = out.splitlines()
+    assert lines[0].startswith("48 requests in 24 sessions, 12 blocks of 16; 4 runs in ")
+    assert lines[2].split() == ["RUN", "PROMPT", "TOKENS", "SAVED"]
+    saved = [float(line.split()[-2]) for line in lines[3:7]]
+    assert saved[1] == 0 < saved[0] < saved[2] < saved[3], "LRU, the optimum, and a cache that never evicts"
+    assert lines[5].startswith("optimal eviction (Belady's policy)")
+    assert f" points fewer prompt tokens saved: 0.0 % instead of {saved[0]} % (95 %: " in lines[8]
+
+
+def test_the_same_configuration_is_run_and_said(trace, costs, sage):
+    found = sage(
+        "llm", "ab", trace, "--cost", costs, "--no-bounds", "--b", "eviction=reuse", "--c",
+        "scheduler.max_num_seqs=512", "--json",
+    ).json  # fmt: skip
+    assert found["bounds"] == []
+    same, other = found["comparisons"]
+    assert same["verdict"] == "b has the same configuration as a: every request came out the same"
+    assert other["verdict"] == "c is identical to a: every request came out the same"
+    assert (same["is_identical"], other["is_same_configuration"]) == (True, False)
+
+
+def test_the_same_command_finds_the_same_in_any_number_of_processes(trace, costs, sage):
+    arguments = ("llm", "ab", trace, "--cost", costs, "--b", "order=mlfq", "--no-bounds", "--json")
+    assert sage(*arguments, "--jobs", "1").out == sage(*arguments, "--jobs", "2").out
+
+
+def test_a_trace_of_lengths_has_no_optimal_eviction(lengths, costs, sage):
+    found = sage("llm", "ab", lengths, "--cost", costs, "--b", "order=mlfq", "--json").json
+    assert [run["name"] for run in found["bounds"]] == ["exact lengths", "in order of arrival"]
+    assert found["without"] == ["no optimal eviction: the trace knows only the lengths of prompts"]
+    refused = sage("llm", "ab", lengths, "--num-blocks", "50", "--b", "eviction=lru")
+    assert (refused.code, "compare serving with --cost FILE" in refused.err) == (2, True)
+
+
+def test_the_headline_is_the_metric_that_was_named(trace, costs, sage):
+    found = sage(
+        "llm", "ab", trace, "--cost", costs, "--no-bounds", "--max-num-seqs", "2", "--b",
+        "scheduler.max_num_seqs=6", "--headline", "latency", "--json",
+    ).json  # fmt: skip
+    assert found["headline"] == "latency"
+    assert "mean latency" in found["comparisons"][0]["verdict"]
+
+
+def test_the_report_is_one_page_that_loads_nothing(trace, costs, sage, tmp_path):
+    named = tmp_path / "<script>alert(1)<&.jsonl"
+    named.write_bytes(trace.read_bytes())
+    report = tmp_path / "report.html"
+    arguments = (
+        "llm", "ab", named, "--cost", costs, "--max-num-seqs", "2", "--b", "scheduler.max_num_seqs=6",
+        "--c", "order=shortest{patience=3}", "--html", report,
+    )  # fmt: skip
+    out = sage(*arguments).out
+    text = report.read_text(encoding="utf-8")
+    page = Page(text)
+    assert (page.open, page.loaded) == ([], [])
+    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)&lt;&amp;.jsonl" in text
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+    assert page.tags.count("svg") >= 6, "two of differences, two distributions, two over time, and keys"
+    verdict = next(line for line in out.splitlines() if line.startswith("b is "))
+    assert verdict.replace(" %", "\u00a0%") in text
+    refused = sage(*arguments)
+    assert (refused.code, "overwrite it with --overwrite" in refused.err) == (2, True)
+    own = sage(*arguments[:-1], named, "--overwrite")
+    assert (own.code, "is the file that is read" in own.err) == (2, True)
+
+
+def test_a_report_of_the_cache_alone_has_its_plots(trace, sage, tmp_path):
+    report = tmp_path / "report.html"
+    sage("llm", "ab", trace, "--num-blocks", "12", "--b", "eviction=fifo", "--html", report)
+    page = Page(report.read_text(encoding="utf-8"))
+    assert page.open == []
+    assert page.tags.count("figure") == 3
+
+
+def test_policies_of_plugins_are_compared(trace, sage, install):
+    install("moon-plugin", OTHER_LRU)
+    found = sage(
+        "llm", "ab", trace, "--num-blocks", "12", "--a", "eviction=fifo", "--b", "eviction=moon", "--json"
+    )
+    assert found.json["comparisons"][0]["is_identical"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--cost", "COSTS"), "Give a variant with --b"),
+        (("--cost", "COSTS", "--b", "eviciton=lru"), "Did you mean 'eviction'?"),
+        (("--cost", "COSTS", "--b", "default", "--headline", "tftt"), "Did you mean 'ttft'?"),
+        (("--b", "default", "--num-blocks", "9", "--headline", "ttft"), "possible are saved"),
+        (("--b", "default", "--num-blocks", "9", "--stretch", "2"), "--stretch is for serving"),
+        (("--b", "eviction=lru"), "Say so with --num-blocks"),
+        (("--cost", "COSTS", "--b", "order=mlfq{x=1}"), "b: scheduler.order: scheduler_pass 'mlfq' has no"),
+        (("--cost", "COSTS", "--b", "default", "--stretch", "-1"), "a: stretch is -1"),
+        (("--cost", "/nowhere.json", "--b", "default"), "cannot be read"),
+        (("--cost", "COSTS", "--b", "default", "--html", "/nowhere/a.html"), "does not exist"),
+    ],
+)
+def test_what_is_wrong_is_said(trace, costs, sage, arguments, message):
+    given = [costs if each == "COSTS" else each for each in arguments]
+    result = sage("llm", "ab", trace, *given)
+    assert result.code in (1, 2)
+    assert message in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_process_that_dies_is_named_with_what_it_said(trace, monkeypatch):
+    monkeypatch.setattr("sagellm.lab.ab.processes._PROGRAM", "sagellm.lab.ab.nothing")
+    job = Job(name="b", trace=str(trace), config={}, mode="cache")
+    with pytest.raises(BenchmarkError, match=r"b: its process ended .*\n.*No module named"):
+        run_jobs([job], 1, lambda amount: None)
+
+
+def test_an_interrupt_ends_the_processes(costs, tmp_path):
+    path = tmp_path / "long.jsonl"
+    write_trace(path, [TraceRequest(0.001 * i, 50, 200) for i in range(20_000)])
+    command = [
+        sys.executable,
+        "-m",
+        "sagellm.engines.cli",
+        "llm",
+        "ab",
+        path,
+        "--cost",
+        costs,
+        "--b",
+        "order=mlfq",
+    ]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    parent = psutil.Process(running.pid)
+    wait_until(lambda: len(parent.children()) == 2, "the runs did not start")
+    workers = parent.children()
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=PATIENCE_S)
+    assert running.returncode == 130
+    assert "Traceback" not in errors
+    assert not any(each.is_running() for each in workers)
+
+
+def test_a_job_is_run_without_torch(trace, costs, capsys):
+    code = "import sys; sys.modules['torch'] = None; from sagellm.lab.ab.run import main; main(sys.stdin)"
+    config = {"kv.num_blocks": 50, "kv.block_size": 16}
+    job = {"name": "a", "trace": str(trace), "config": config, "mode": "serving", "cost": str(costs)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(job), capture_output=True, text=True, check=True
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sum(line["done"] for line in lines[:-1]) == 48
+    assert len(lines[-1]["result"]["rows"]["ttft_s"]) == 48
+    assert main([json.dumps(job | {"mode": "cache", "config": {"kv.block_size": 16}})]) == 0
+    assert "kv.num_blocks is null" in json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+
+
+def test_the_tab_key_completes_variants():
+    assert "order=" in complete_variant("or")
+    assert complete_variant("order=mlf") == ["order=mlfq"]
+    assert complete_variant("order=none,eviction=s3") == ["order=none,eviction=s3fifo"]
+    assert complete_variant("order=none,scheduler.max_num_s") == ["order=none,scheduler.max_num_seqs="]
+    assert complete_variant("order=mlfq{quan") == ["order=mlfq{quantum="]
