@@ -1,15 +1,16 @@
 """How often `sage llm ab` is wrong: `python benchmarks/ab.py`, on virtual time.
 
 A simulation is deterministic, so two equal configurations differ in no request, which proves nothing. These
-differ in each, but not in distribution: an order of admission, and an eviction policy, that are random, with
-one seed against another. Loads are drawn anew: whole conversations of a recorded trace, with replacement, in
-new order, at new Poisson arrivals. All loads are simulated, none is resampled from another's outcomes.
+differ in each, but not in distribution: an order of admission is random, and so is an eviction policy among
+what was used last in the same second, with one seed against another. Loads are drawn anew: whole
+conversations of a recorded trace, with replacement, in new order, at new Poisson arrivals. All loads are
+simulated, none is resampled from another's outcomes.
 
 1. `null`: seed 1 against seed 2 on each load, under queueing (`chat`, `azure`) and in the cache alone
    (`cache`). How often an interval of 95 % excludes 0, for each metric.
 2. `planted`: steps that take 1.02 times as long against such that do not: with the same seed, as `ab` pairs
-   runs, and with another. How often the headline's interval excludes 0, and how often it holds the truth,
-   which is that of all loads together, on loads of several sizes.
+   runs, and with another. How often an interval excludes 0, and how often it holds the truth, which is that
+   of all loads together.
 3. `rules`: the same outcomes under other intervals and lengths of blocks.
 
 Outcomes are kept in `--outcomes FILE`, so that a study can be made in parts: `--loads N` simulates those of
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import output_flags, publish
 
-from sagellm.core import PluginRegistry, Provider, StepCost, TraceRequest, hookimpl
+from sagellm.core import CachedNode, PluginRegistry, Provider, StepCost, TraceRequest, hookimpl
 from sagellm.core.protocols.scheduler_ir import ScheduleIR, SchedulerPassProtocol
 from sagellm.engines import EngineConfig
 from sagellm.engines.cli.output import columns
@@ -100,16 +101,21 @@ class RandomOrder(SchedulerPassProtocol):
         return order_pending(ir, by(bits ^ (bits >> np.uint64(31)), ir.admission))
 
 
-class RandomEviction(RankedEvictionPolicy):
-    """Evicts in an order that the seed draws."""
+class BlurredEviction(RankedEvictionPolicy):
+    """Evicts by last use, to the second; within one the seed draws the order.
+
+    An order that is drawn once and for all would leave some blocks in the cache to the end, and what a trace
+    then says of itself would depend on few draws.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self._seed = seed
 
-    def node_key(self, node: Any) -> float:
-        """Return a number that the seed, the node and its last use decide."""
-        return Random(f"{self._seed} {node.node_id} {node.last_access_ns}").random()
+    def node_key(self, node: CachedNode) -> float:
+        """Return the second of the last use, and a fraction that the seed and the node decide."""
+        fraction = Random(f"{self._seed} {node.node_id} {node.last_access_ns}").random()
+        return node.last_access_ns // 1_000_000_000 + fraction
 
 
 class Plugin:
@@ -120,7 +126,7 @@ class Plugin:
         """Name them."""
         return [
             Provider("scheduler_pass", "random-order", "ab:RandomOrder", "in random order"),
-            Provider("eviction_policy", "random", "ab:RandomEviction", "at random"),
+            Provider("eviction_policy", "blurred", "ab:BlurredEviction", "by last use, to the second"),
         ]
 
 
@@ -177,7 +183,7 @@ def simulate(job: Job) -> tuple[Job, Rows]:
     kind, requests = KINDS[job.kind], load_of(job.kind, job.load, job.size)
     values: dict[str, Any] = {"predictor.name": "null", "kv.num_blocks": 20_000, **kind.settings}
     if job.kind == "cache":
-        values["prefix_cache.eviction_policy"] = f"random{{seed={job.seed}}}"
+        values["prefix_cache.eviction_policy"] = f"blurred{{seed={job.seed}}}"
         replayed = list(CacheReplay(EngineConfig().with_values(values), registry()).run(requests))
         saved: list[float | None] = [one.num_saved_tokens for one in replayed]
         return job, {"saved": saved, "prompt": [one.num_prompt_tokens for one in requests]}
@@ -274,34 +280,39 @@ def judge_null(outcomes: Outcomes, num_loads: int) -> list[dict[str, Any]]:
 def judge_planted(outcomes: Outcomes, num_loads: int) -> list[dict[str, Any]]:
     """Count how often longer steps are found in mean TTFT, and how often the interval holds the truth."""
     rows = []
-    headline = SERVING_METRICS[:1]
-    for kind, size, other in PLANTED_IN:
+    metrics = [each for each in SERVING_METRICS if each.name in ("ttft", "tpot", "latency")]
+    for (kind, size, other), metric in product(PLANTED_IN, metrics):
         pairs = [
             (Job(kind, load, size, 1, 1.0), Job(kind, load, size, other, PLANTED))
             for load in range(num_loads)
         ]
-        truth = _truth(outcomes, pairs)
-        found = [intervals(outcomes, a, b, headline)["ttft"] for a, b in pairs]
-        needed = [num_requests_for(truth, each, size) for each in found]
+        truth = _truth(outcomes, pairs, metric)
+        found = [intervals(outcomes, a, b, (metric,))[metric.name] for a, b in pairs]
         rows.append(
             {
                 "load": kind,
                 "num_requests": size,
                 "seed": "the same" if other == 1 else "another",
+                "metric": metric.name,
                 "num_loads": len(found),
                 "truth_percent": _percent(truth),
                 "found_percent": share([each.low > 0 for each in found]),
                 "covered_percent": share([each.low <= truth <= each.high for each in found]),
                 "half_width_percent": _percent(np.median([each.high - each.low for each in found]) / 2),
-                "num_requests_for_it": int(np.median(needed)),
+                "num_requests_for_it": int(
+                    np.median([num_requests_for(truth, each, size) for each in found])
+                ),
             }
         )
     return rows
 
 
-def _truth(outcomes: Outcomes, pairs: list[tuple[Job, Job]]) -> float:
+def _truth(outcomes: Outcomes, pairs: list[tuple[Job, Job]], metric: Metric) -> float:
     """Return the relative difference of all loads together."""
-    a, b = (sum(sum(filter(None, outcomes[pair[side]]["ttft_s"])) for pair in pairs) for side in (0, 1))
+    a, b = (
+        sum(float(np.nansum(run_of(outcomes, pair[side]).columns[metric.column])) for pair in pairs)
+        for side in (0, 1)
+    )
     return b / a - 1
 
 
@@ -314,7 +325,7 @@ RULES = {
     "each session alone": lambda num: 1,
     "blocks of ∛n sessions": lambda num: round(num ** (1 / 3)),
     "blocks of √n sessions": lambda num: round(num**0.5),
-    "blocks of n ÷ 8 sessions": lambda num: num // 8,
+    "blocks of n ÷ 10 sessions": lambda num: round(num / 10),
 }
 """Lengths of blocks by the number of sessions; None resamples requests."""
 
@@ -329,7 +340,7 @@ def judge_rules(outcomes: Outcomes, num_loads: int) -> list[dict[str, Any]]:
         pairs = [
             (Job(kind, load, SIZE, 1, 1.0), Job(kind, load, SIZE, seed, factor)) for load in range(num_loads)
         ]
-        truth = 0.0 if case == "none" else float(np.log1p(_truth(outcomes, pairs)))
+        truth = 0.0 if case == "none" else float(np.log1p(_truth(outcomes, pairs, SERVING_METRICS[0])))
         for blocks, rule in RULES.items():
             found = [_other_intervals(outcomes, a, b, rule) for a, b in pairs]
             for interval in INTERVALS:
@@ -364,7 +375,7 @@ def _other_intervals(outcomes: Outcomes, a: Job, b: Job, rule: Any) -> dict[str,
     t = (values - value) / np.maximum(errors, 1e-12)
     low, high = np.quantile(t, [0.025, 0.975])
     reach = np.quantile(np.abs(t), 0.95) * error
-    times = student_t(0.95, num_blocks - 1)
+    times = student_t(0.95, num_blocks - 1) * (num_blocks / (num_blocks - 1)) ** 0.5
     ends = np.quantile(values, [0.025, 0.975])
     return {
         "percentile": (float(ends[0]), float(ends[1])),

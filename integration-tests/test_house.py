@@ -123,8 +123,9 @@ def test_a_module_of_core_serves_two_distributions_or_is_a_contract():
         ("trace", "show", TRACE),
         ("simulate", TRACE, "--cache-only", "--capacity", "300", "--limit", "60"),
         ("simulate", TRACE, "--cost", COST, "--limit", "20"),
+        ("ab", TRACE, "--cost", COST, "--limit", "40", "--b", "order=none", "--html", "report.html"),
     ],
-    ids=["trace", "replay", "simulation"],
+    ids=["trace", "replay", "simulation", "comparison"],
 )
 def test_the_lab_replays_and_simulates_without_torch(arguments, tmp_path):
     command = [sys.executable, "-c", WITHOUT_TORCH, "llm", *arguments]

@@ -18,6 +18,9 @@ from sagellm.lab.ab.bootstrap import (
 
 ONES = np.ones(400)
 
+CORRECTED = (10 / 9) ** 0.5
+"""Blocks of a tenth differ from the mean of all by so much less than from the truth."""
+
 
 def alone(num: int = 400, **settings: float) -> BlockBootstrap:
     """Return a bootstrap of requests of which each is its own session."""
@@ -49,7 +52,7 @@ def test_the_error_of_a_mean_is_that_of_resamples():
     estimate = bootstrap.means(a, b, ONES).absolute
     drawn = drawn_sums(bootstrap, b - a, 4000) / 400
     assert estimate.value == pytest.approx((b - a).mean())
-    assert estimate.standard_error == pytest.approx(drawn.std(), rel=0.04)
+    assert estimate.standard_error == pytest.approx(CORRECTED * drawn.std(), rel=0.04)
     naive = (b - a).std() / 20
     assert estimate.standard_error > 2 * naive
 
@@ -65,7 +68,7 @@ def test_the_error_of_a_percentile_is_that_of_resamples():
         places = ((starts[:, None] + np.arange(bootstrap.block_len)) % 400).ravel()
         errors.append(np.percentile(b[places], 90) - np.percentile(a[places], 90))
     assert found.absolute.value == pytest.approx(np.percentile(b, 90) - np.percentile(a, 90))
-    assert found.absolute.standard_error == pytest.approx(np.std(errors), rel=0.06)
+    assert found.absolute.standard_error == pytest.approx(CORRECTED * np.std(errors), rel=0.06)
 
 
 def test_requests_without_a_value_count_in_no_percentile():
@@ -90,7 +93,7 @@ def test_requests_of_a_session_are_drawn_together():
     random = np.random.default_rng(4)
     noise, ones = np.repeat(random.normal(0, 1, 900), 4), np.ones(3600)
     together = BlockBootstrap(np.repeat(np.arange(900), 4)).means(ones, ones + noise, ones).absolute
-    assert together.standard_error == pytest.approx(noise.std() / 30, rel=0.2), "60 if each is drawn alone"
+    assert together.standard_error == pytest.approx(noise.std() / 30, rel=0.3), "60 if each is drawn alone"
 
 
 def test_an_interval_holds_the_truth_in_95_of_100():
@@ -122,6 +125,7 @@ def test_few_sessions_have_no_interval():
     assert few.means(ones, ones, ones).absolute is None
     assert few.percentiles(ones, ones, 99).absolute is None
     enough, ones = alone(MIN_SESSIONS), np.ones(MIN_SESSIONS)
+    assert (enough.block_len, enough.num_blocks) == (2, 10)
     assert enough.means(ones, ones, ones).absolute is not None
 
 
@@ -135,4 +139,4 @@ def test_half_the_difference_needs_four_times_the_requests():
     estimate = Estimate(value=0.01, low=-0.01, high=0.03, standard_error=0.01)
     needed = num_requests_for(0.02, estimate, 1000)
     assert num_requests_for(0.01, estimate, 1000) == pytest.approx(4 * needed, abs=4)
-    assert needed == pytest.approx(1000 * ((1.960 + 0.842) * 0.01 / 0.02) ** 2, rel=0.01)
+    assert needed == pytest.approx(1000 * ((2.262 + 0.842) * 0.01 / 0.02) ** 2, rel=0.01)

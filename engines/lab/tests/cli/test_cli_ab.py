@@ -106,7 +106,7 @@ def test_serving_is_compared_with_bounds_beside(trace, costs, sage):
     assert bounds == [
         "exact lengths", "in order of arrival", "optimal eviction, cache alone", "no eviction, cache alone",
     ]  # fmt: skip
-    assert (found["headline"], found["num_sessions"], found["interval"]["block_sessions"]) == ("ttft", 24, 5)
+    assert (found["headline"], found["num_sessions"], found["interval"]["block_sessions"]) == ("ttft", 24, 2)
     assert found["interval"]["level_of_each"] == pytest.approx(0.975)
     in_order, more_seats = found["comparisons"]
     arrival = found["bounds"][1]

@@ -1,11 +1,12 @@
 """Intervals of paired differences, from a bootstrap of blocks of sessions that follow each other in time.
 
 What happens to a request depends on those before it: its own conversation, and whoever is in the queue. So
-sessions are resampled, not requests, and in blocks of √n neighbours by their first arrival (circular blocks,
-Politis and Romano 1992), so that busy times stay whole. An interval is the difference ± the bootstrap's
-standard error times Student's t of as many degrees of freedom as there are blocks, less one. For means the
-bootstrap's error has a closed form, and nothing is drawn. Relative differences are intervals of a logarithm.
-Decision 44 has what they cover, and why not others.
+sessions are resampled, not requests, and in blocks of neighbours by their first arrival (circular blocks,
+Politis and Romano 1992), so that busy times stay whole. A block is a tenth of the sessions, however many
+there are: how long a queue or a cache remembers is not known. An interval is the difference ± the bootstrap's
+standard error times Student's t of as many degrees of freedom as there are blocks, less one, as for batch
+means (Schmeiser 1982). For means that error has a closed form, and nothing is drawn. Relative differences are
+intervals of a logarithm. Decision 44 has what they hold, and why not others.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from sagellm.core import TraceRequest
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-MIN_SESSIONS = 16
-"""With fewer there is no interval: √n blocks would be fewer than four."""
+MIN_SESSIONS = 20
+"""With fewer there is no interval: blocks would be sessions that stand alone."""
+
+_NUM_BLOCKS = 10
 
 NUM_RESAMPLES = 2_000
 """Of a percentile."""
@@ -76,7 +79,7 @@ class BlockBootstrap:
     def __init__(self, sessions: Ints, *, level: float = 0.95, seed: int = 0) -> None:
         self._sessions = sessions
         self.num_sessions = int(sessions.max()) + 1
-        self.block_len = max(1, round(self.num_sessions**0.5))  # in sessions
+        self.block_len = max(1, round(self.num_sessions / _NUM_BLOCKS))  # in sessions
         self.num_blocks = round(self.num_sessions / self.block_len)
         self.level, self._seed = level, seed
 
@@ -114,6 +117,8 @@ class BlockBootstrap:
         return Difference(absolute=absolute, relative=relative)
 
     def _estimate(self, value: float, error: float) -> Estimate:
+        """Return an interval; `error` lacks what blocks, by the mean of all of them, differ too little."""
+        error /= (1 - self.block_len / self.num_sessions) ** 0.5
         reach = student_t(self.level, self.num_blocks - 1) * error
         return Estimate(value=value, low=value - reach, high=value + reach, standard_error=error)
 
@@ -160,11 +165,10 @@ class BlockBootstrap:
 def num_requests_for(relative: float, estimate: Estimate, num_requests: int, level: float = 0.95) -> int:
     """Return how many requests show a relative difference so large in `POWER` of all cases.
 
-    n · ((z of the level + z of the power) · standard error ÷ difference)², n the number now.
+    n · ((t of the level + z of the power) · standard error ÷ difference)², n the number now.
     """
-    normal = NormalDist()
-    z = normal.inv_cdf((1 + level) / 2) + normal.inv_cdf(POWER)
-    return round(num_requests * (z * estimate.standard_error / relative) ** 2)
+    errors = student_t(level, _NUM_BLOCKS - 1) + NormalDist().inv_cdf(POWER)
+    return round(num_requests * (errors * estimate.standard_error / relative) ** 2)
 
 
 def student_t(level: float, freedom: int) -> float:
