@@ -74,8 +74,8 @@ line.zero { stroke: var(--soft); }
 .dots { opacity: .35; }
 .scroll { overflow-x: auto; border: 1px solid var(--rule); border-radius: 10px; background: var(--card); }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .5rem .75rem; text-align: right; border-top: 1px solid var(--rule); white-space: nowrap; }
-thead th { border-top: 0; color: var(--soft); font-weight: 600; }
+th, td { padding: .5rem .7rem; text-align: right; border-top: 1px solid var(--rule); white-space: nowrap; }
+thead th { border-top: 0; color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; }
 th:first-child { text-align: left; }
 tbody th { font-weight: 600; white-space: normal; min-width: 11rem; max-width: 24rem; }
 .bounds th { font-weight: 400; color: var(--soft); }

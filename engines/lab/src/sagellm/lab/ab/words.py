@@ -60,13 +60,13 @@ def change_rows(found: Comparison) -> list[tuple[str, ...]]:
     ]
 
 
-def verdict(found: Comparison, headline: Metric, bootstrap: BlockBootstrap, num_requests: int) -> str:
+def verdict(compared: Comparison, headline: Metric, bootstrap: BlockBootstrap, num_requests: int) -> str:
     """Say in a sentence whether b differs from a in the headline, and how sure that is."""
-    name, title = found.run.name, headline.title
-    if found.is_identical:
-        same = "has the same configuration as a" if found.is_same_configuration else "is identical to a"
+    name, title = compared.run.name, headline.title
+    if compared.is_identical:
+        same = "has the same configuration as a" if compared.is_same_configuration else "is identical to a"
         return f"{name} {same}: every request came out the same"
-    change = next(each for each in found.changes if each.metric == headline)
+    change = next(each for each in compared.changes if each.metric == headline)
     if not bootstrap.can_tell:
         few = f"{bootstrap.num_sessions} sessions are too few for an interval"
         return f"{name}: {change_text(change)} {title}; {few}"
@@ -75,7 +75,8 @@ def verdict(found: Comparison, headline: Metric, bootstrap: BlockBootstrap, num_
     interval = f"95 %: {interval_text(change)}"
     if not change.shown.is_clear:
         needed = _needed(change, num_requests, bootstrap.level)
-        return f"{name}: no difference in {title} at this size: {change_text(change)} ({interval}); {needed}"
+        found = f"no sure difference in {title} at this size: {change_text(change)}"
+        return f"{name}: {found} ({interval}); {needed}"
     return f"{name} {_clear(change)}"
 
 
@@ -107,12 +108,20 @@ def about(bootstrap: BlockBootstrap, num_others: int, headline: Metric) -> str:
 
 
 def _needed(change: Change, num_requests: int, level: float) -> str:
-    assert change.shown is not None, "there is an interval"
-    what = f"a difference of 1 {'point' if change.metric.is_share else '%'}"
-    missing = num_requests_for(SMALL, change.shown, num_requests, level) - num_requests
-    if missing <= 0:
-        return f"{what} would have been found"
-    return f"about {_rounded(missing):,} more requests would show {what}"
+    """Say how many more requests would show a small difference, and one as large as that which was found."""
+    estimate = change.shown
+    assert estimate is not None, "there is an interval"
+
+    def missing(size: float) -> int:
+        return num_requests_for(size, estimate, num_requests, level) - num_requests
+
+    small = f"a difference of 1 {'point' if change.metric.is_share else '%'}"
+    if missing(SMALL) <= 0:
+        return f"{small} would have been found"
+    shown = f"about {_rounded(missing(SMALL)):,} more requests would show {small}"
+    if abs(estimate.value) < 2 * SMALL:
+        return shown
+    return f"{shown}, {_rounded(missing(abs(estimate.value))):,} one as large as this"
 
 
 def _rounded(number: int) -> int:
