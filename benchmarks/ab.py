@@ -11,10 +11,12 @@ simulated, none is resampled from another's outcomes.
 2. `planted`: steps that take 1.02 times as long against such that do not: with the same seed, as `ab` pairs
    runs, and with another. How often an interval excludes 0, and how often it holds the truth, which is that
    of all loads together.
-3. `rules`: the same outcomes under other intervals and lengths of blocks.
+3. `rules`: other intervals and lengths of blocks, on the loads by which ours was chosen: loads 0 to 99. A
+   choice is flattered by the loads that it was made on, so 1 and 2 are judged on others, from load 100 on.
 
-Outcomes are kept in `--outcomes FILE`, so that a study can be made in parts: `--loads N` simulates those of
-the first N that the file lacks, `--seconds S` stops after a while.
+Outcomes are kept in `--outcomes FILE`, so that a study can be made in parts: what the file lacks is
+simulated, and `--seconds S` stops after a while. `--loads N` is the number of loads that judge, and of those
+that chose.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ MAX_OUTPUT = 60
 
 LIMITS = ServingLimits(ttft_s=0.2, ttft_prefills=2.0)
 SIZE = 300
+NUM_CHOOSING = 100
+"""The first loads: what `ab` computes was chosen by them, so others judge it."""
 
 PLANTED_IN = (("chat", SIZE, 1), ("azure", 100, 1), ("azure", SIZE, 1), ("azure", SIZE, 2))
 """Load, number of requests, and the seed of the slower run; that of the other is 1."""
@@ -195,9 +199,9 @@ def simulate(job: Job) -> tuple[Job, Rows]:
     return job, serving_result(done.requests, LIMITS, read_step_costs(COST).prefill_ns).rows
 
 
-def jobs_of(num_loads: int) -> Iterator[Job]:
+def jobs_of(loads: range) -> Iterator[Job]:
     """Yield all simulations of the study, load by load."""
-    for load in range(num_loads):
+    for load in loads:
         for kind in KINDS:
             yield Job(kind, load, SIZE, 1, 1.0)
             yield Job(kind, load, SIZE, 2, 1.0)
@@ -210,6 +214,11 @@ def jobs_of(num_loads: int) -> Iterator[Job]:
 Outcomes = dict[Job, Rows]
 
 
+def loads_of(options: argparse.Namespace) -> tuple[range, range]:
+    """Return the loads that judge, and those by which the interval was chosen."""
+    return range(NUM_CHOOSING, NUM_CHOOSING + options.loads), range(min(options.loads, NUM_CHOOSING))
+
+
 def simulate_all(options: argparse.Namespace) -> Outcomes:
     """Simulate what the file lacks, and keep it there; return everything."""
     found: Outcomes = {}
@@ -217,7 +226,7 @@ def simulate_all(options: argparse.Namespace) -> Outcomes:
         for line in options.outcomes.read_text(encoding="utf-8").splitlines():
             job, rows = json.loads(line)
             found[Job(*job)] = rows
-    missing = [job for job in jobs_of(options.loads) if job not in found]
+    missing = [job for loads in loads_of(options) for job in jobs_of(loads) if job not in found]
     end_s = time.monotonic() + options.seconds
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.processes) as workers, options.outcomes.open("a", encoding="utf-8") as file:
@@ -252,14 +261,14 @@ def share(values: list[bool]) -> float:
     return round(100 * sum(values) / len(values), 1)
 
 
-def judge_null(outcomes: Outcomes, num_loads: int) -> list[dict[str, Any]]:
+def judge_null(outcomes: Outcomes, loads: range) -> list[dict[str, Any]]:
     """Count false alarms of seed 1 against seed 2."""
     rows = []
     for kind in KINDS:
         metrics = CACHE_METRICS if kind == "cache" else SERVING_METRICS
         found = [
             intervals(outcomes, Job(kind, load, SIZE, 1, 1.0), Job(kind, load, SIZE, 2, 1.0), metrics)
-            for load in range(num_loads)
+            for load in loads
         ]
         for metric in metrics:
             own = [one[metric.name] for one in found if metric.name in one]
@@ -277,15 +286,12 @@ def judge_null(outcomes: Outcomes, num_loads: int) -> list[dict[str, Any]]:
     return rows
 
 
-def judge_planted(outcomes: Outcomes, num_loads: int) -> list[dict[str, Any]]:
+def judge_planted(outcomes: Outcomes, loads: range) -> list[dict[str, Any]]:
     """Count how often longer steps are found in mean TTFT, and how often the interval holds the truth."""
     rows = []
     metrics = [each for each in SERVING_METRICS if each.name in ("ttft", "tpot", "latency")]
     for (kind, size, other), metric in product(PLANTED_IN, metrics):
-        pairs = [
-            (Job(kind, load, size, 1, 1.0), Job(kind, load, size, other, PLANTED))
-            for load in range(num_loads)
-        ]
+        pairs = [(Job(kind, load, size, 1, 1.0), Job(kind, load, size, other, PLANTED)) for load in loads]
         truth = _truth(outcomes, pairs, metric)
         found = [intervals(outcomes, a, b, (metric,))[metric.name] for a, b in pairs]
         rows.append(
@@ -333,13 +339,11 @@ INTERVALS = ("percentile", "studentized", "symmetric studentized", "Student's t"
 NUM_RESAMPLES = 1000
 
 
-def judge_rules(outcomes: Outcomes, num_loads: int) -> list[dict[str, Any]]:
+def judge_rules(outcomes: Outcomes, loads: range) -> list[dict[str, Any]]:
     """Compare intervals of mean TTFT's relative difference, without one and with the planted one."""
     rows = []
     for kind, (case, seed, factor) in product(SERVED, (("none", 2, 1.0), ("planted", 1, PLANTED))):
-        pairs = [
-            (Job(kind, load, SIZE, 1, 1.0), Job(kind, load, SIZE, seed, factor)) for load in range(num_loads)
-        ]
+        pairs = [(Job(kind, load, SIZE, 1, 1.0), Job(kind, load, SIZE, seed, factor)) for load in loads]
         truth = 0.0 if case == "none" else float(np.log1p(_truth(outcomes, pairs, SERVING_METRICS[0])))
         for blocks, rule in RULES.items():
             found = [_other_intervals(outcomes, a, b, rule) for a, b in pairs]
@@ -413,14 +417,15 @@ def main() -> None:
     output_flags(parser, "ab")
     options = parser.parse_args()
     outcomes = simulate_all(options)
-    num_missing = sum(job not in outcomes for job in jobs_of(options.loads))
+    judging, choosing = loads_of(options)
+    num_missing = sum(job not in outcomes for loads in (judging, choosing) for job in jobs_of(loads))
     if num_missing:
         print(f"{num_missing} simulations are missing; run it again")
         return
     parts = {
-        "null": judge_null(outcomes, options.loads),
-        "planted": judge_planted(outcomes, options.loads),
-        "rules": judge_rules(outcomes, options.loads),
+        "null": judge_null(outcomes, judging),
+        "planted": judge_planted(outcomes, judging),
+        "rules": judge_rules(outcomes, choosing),
     }
     publish("ab", text_of(parts), options, num_loads=options.loads, factor=PLANTED, **parts)
 
