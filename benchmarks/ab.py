@@ -16,7 +16,7 @@ simulated, none is resampled from another's outcomes.
 
 Outcomes are kept in `--outcomes FILE`, so that a study can be made in parts: what the file lacks is
 simulated, and `--seconds S` stops after a while. `--loads N` is the number of loads that judge, and of those
-that chose.
+that chose; `--planted-loads N` judge 2.
 """
 
 from __future__ import annotations
@@ -199,24 +199,46 @@ def simulate(job: Job) -> tuple[Job, Rows]:
     return job, serving_result(done.requests, LIMITS, read_step_costs(COST).prefill_ns).rows
 
 
-def jobs_of(loads: range) -> Iterator[Job]:
-    """Yield all simulations of the study, load by load."""
-    for load in loads:
-        for kind in KINDS:
-            yield Job(kind, load, SIZE, 1, 1.0)
-            yield Job(kind, load, SIZE, 2, 1.0)
-        for kind, size, seed in PLANTED_IN:
-            yield Job(kind, load, size, seed, PLANTED)
-            if size != SIZE:
-                yield Job(kind, load, size, seed, 1.0)
+def null_jobs(loads: range) -> Iterator[Job]:
+    """Yield the simulations of equal configurations, load by load."""
+    for load, kind, seed in product(loads, KINDS, (1, 2)):
+        yield Job(kind, load, SIZE, seed, 1.0)
+
+
+def planted_jobs(loads: range) -> Iterator[Job]:
+    """Yield the simulations of slower steps, and those beside them that `null_jobs` lacks."""
+    for load, (kind, size, seed) in product(loads, PLANTED_IN):
+        yield Job(kind, load, size, seed, PLANTED)
+        if size != SIZE:
+            yield Job(kind, load, size, 1, 1.0)
 
 
 Outcomes = dict[Job, Rows]
 
 
-def loads_of(options: argparse.Namespace) -> tuple[range, range]:
-    """Return the loads that judge, and those by which the interval was chosen."""
-    return range(NUM_CHOOSING, NUM_CHOOSING + options.loads), range(min(options.loads, NUM_CHOOSING))
+class Loads(NamedTuple):
+    """Which loads judge equal configurations and slower steps, and which the interval was chosen by."""
+
+    null: range
+    planted: range
+    choosing: range
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Loads:
+        """Choose as the flags say."""
+        first = NUM_CHOOSING
+        return cls(
+            range(first, first + options.loads),
+            range(first, first + min(options.loads, options.planted_loads)),
+            range(min(options.loads, NUM_CHOOSING)),
+        )
+
+    def jobs(self) -> Iterator[Job]:
+        """Yield all simulations of the study."""
+        for loads in (self.null, self.choosing):
+            yield from null_jobs(loads)
+        for loads in (self.planted, self.choosing):
+            yield from planted_jobs(loads)
 
 
 def simulate_all(options: argparse.Namespace) -> Outcomes:
@@ -226,7 +248,7 @@ def simulate_all(options: argparse.Namespace) -> Outcomes:
         for line in options.outcomes.read_text(encoding="utf-8").splitlines():
             job, rows = json.loads(line)
             found[Job(*job)] = rows
-    missing = [job for loads in loads_of(options) for job in jobs_of(loads) if job not in found]
+    missing = [job for job in Loads.of(options).jobs() if job not in found]
     end_s = time.monotonic() + options.seconds
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.processes) as workers, options.outcomes.open("a", encoding="utf-8") as file:
@@ -409,6 +431,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--loads", type=int, default=100, help="default: %(default)s")
+    parser.add_argument("--planted-loads", type=int, default=100, help="default: %(default)s")
     parser.add_argument(
         "--outcomes", type=Path, default=Path("ab-outcomes.jsonl"), help="default: %(default)s"
     )
@@ -417,17 +440,17 @@ def main() -> None:
     output_flags(parser, "ab")
     options = parser.parse_args()
     outcomes = simulate_all(options)
-    judging, choosing = loads_of(options)
-    num_missing = sum(job not in outcomes for loads in (judging, choosing) for job in jobs_of(loads))
+    loads = Loads.of(options)
+    num_missing = sum(job not in outcomes for job in loads.jobs())
     if num_missing:
         print(f"{num_missing} simulations are missing; run it again")
         return
     parts = {
-        "null": judge_null(outcomes, judging),
-        "planted": judge_planted(outcomes, judging),
-        "rules": judge_rules(outcomes, choosing),
+        "null": judge_null(outcomes, loads.null),
+        "planted": judge_planted(outcomes, loads.planted),
+        "rules": judge_rules(outcomes, loads.choosing),
     }
-    publish("ab", text_of(parts), options, num_loads=options.loads, factor=PLANTED, **parts)
+    publish("ab", text_of(parts), options, factor=PLANTED, **parts)
 
 
 if __name__ == "__main__":
