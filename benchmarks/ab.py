@@ -1,13 +1,13 @@
 """How often `sage llm ab` is wrong: `python benchmarks/ab.py`, on virtual time.
 
 A simulation is deterministic, so two equal configurations differ in no request, which proves nothing. These
-differ in each, but not in distribution: an order of admission is random, and so is an eviction policy among
-what was used last in the same second, with one seed against another. Loads are drawn anew: whole
+differ in each, but not in distribution: an order of admission is random, and so are two eviction policies
+(one within a second of last use, one to the end), with one seed against another. Loads are drawn anew: whole
 conversations of a recorded trace, with replacement, in new order, at new Poisson arrivals. All loads are
 simulated, none is resampled from another's outcomes.
 
-1. `null`: seed 1 against seed 2 on each load, under queueing (`chat`, `azure`) and in the cache alone
-   (`cache`). How often an interval of 95 % excludes 0, for each metric.
+1. `null`: seed 1 against seed 2 on each load, under queueing (`chat`, `azure`) and in the cache alone. How
+   often an interval of 95 % excludes 0, for each metric.
 2. `planted`: steps that take 1.02 times as long against such that do not: with the same seed, as `ab` pairs
    runs, and with another. How often an interval excludes 0, and how often it holds the truth, which is that
    of all loads together.
@@ -25,7 +25,7 @@ import argparse
 import json
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -76,14 +76,20 @@ class Kind:
     settings: dict[str, Any]
 
 
+def cached(policy: str) -> dict[str, Any]:
+    """Return the settings of a small cache with a random eviction policy."""
+    return {"kv.num_blocks": 60, "prefix_cache.eviction_policy": policy}
+
+
 KINDS = {
-    "cache": Kind(trace="embedded_chat.jsonl.xz", rate=22.0, settings={"kv.num_blocks": 60}),
+    "blurred cache": Kind(trace="embedded_chat.jsonl.xz", rate=22.0, settings=cached("blurred")),
+    "stubborn cache": Kind(trace="embedded_chat.jsonl.xz", rate=22.0, settings=cached("stubborn")),
     "chat": Kind(trace="embedded_chat.jsonl.xz", rate=22.0, settings={"scheduler.max_num_seqs": 4}),
     "azure": Kind(trace="azure_conv.csv.xz", rate=11.0, settings={"scheduler.max_num_seqs": 64}),
 }
 
 SERVED = ("chat", "azure")
-"""Kinds of load that are served; the other one is replayed through the cache alone."""
+"""Kinds of load that are served; the others are replayed through the cache alone."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +112,7 @@ class RandomOrder(SchedulerPassProtocol):
 
 
 class BlurredEviction(RankedEvictionPolicy):
-    """Evicts by last use, to the second; within one the seed draws the order.
-
-    An order that is drawn once and for all would leave some blocks in the cache to the end, and what a trace
-    then says of itself would depend on few draws.
-    """
+    """Evicts by last use, to the second; within one the seed draws the order."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -118,8 +120,21 @@ class BlurredEviction(RankedEvictionPolicy):
 
     def node_key(self, node: CachedNode) -> float:
         """Return the second of the last use, and a fraction that the seed and the node decide."""
-        fraction = Random(f"{self._seed} {node.node_id} {node.last_access_ns}").random()
-        return node.last_access_ns // 1_000_000_000 + fraction
+        return node.last_access_ns // 1_000_000_000 + self._fraction(node)
+
+    def _fraction(self, node: CachedNode) -> float:
+        return Random(f"{self._seed} {node.node_id} {node.last_access_ns}").random()
+
+
+class StubbornEviction(BlurredEviction):
+    """Evicts in an order that the seed draws, however long ago: what it keeps, it keeps to the end.
+
+    So what the first prompts happen to leave decides what a whole trace saves.
+    """
+
+    def node_key(self, node: CachedNode) -> float:
+        """Return a number that the seed and the node decide."""
+        return self._fraction(node)
 
 
 class Plugin:
@@ -130,6 +145,7 @@ class Plugin:
         """Name them."""
         return [
             Provider("scheduler_pass", "random-order", "ab:RandomOrder", "in random order"),
+            Provider("eviction_policy", "stubborn", "ab:StubbornEviction", "at random, once and for all"),
             Provider("eviction_policy", "blurred", "ab:BlurredEviction", "by last use, to the second"),
         ]
 
@@ -169,7 +185,7 @@ def load_of(name: str, seed: int, size: int) -> list[TraceRequest]:
 class Job(NamedTuple):
     """One simulation: of a load, with a seed, and steps so many times as long."""
 
-    kind: str  # or "cache"
+    kind: str
     load: int
     size: int
     seed: int
@@ -186,8 +202,9 @@ def simulate(job: Job) -> tuple[Job, Rows]:
     """Run one job."""
     kind, requests = KINDS[job.kind], load_of(job.kind, job.load, job.size)
     values: dict[str, Any] = {"predictor.name": "null", "kv.num_blocks": 20_000, **kind.settings}
-    if job.kind == "cache":
-        values["prefix_cache.eviction_policy"] = f"blurred{{seed={job.seed}}}"
+    if job.kind not in SERVED:
+        policy = values["prefix_cache.eviction_policy"]
+        values["prefix_cache.eviction_policy"] = f"{policy}{{seed={job.seed}}}"
         replayed = list(CacheReplay(EngineConfig().with_values(values), registry()).run(requests))
         saved: list[float | None] = [one.num_saved_tokens for one in replayed]
         return job, {"saved": saved, "prompt": [one.num_prompt_tokens for one in requests]}
@@ -199,9 +216,9 @@ def simulate(job: Job) -> tuple[Job, Rows]:
     return job, serving_result(done.requests, LIMITS, read_step_costs(COST).prefill_ns).rows
 
 
-def null_jobs(loads: range) -> Iterator[Job]:
+def null_jobs(loads: range, kinds: Iterable[str] = KINDS) -> Iterator[Job]:
     """Yield the simulations of equal configurations, load by load."""
-    for load, kind, seed in product(loads, KINDS, (1, 2)):
+    for load, kind, seed in product(loads, kinds, (1, 2)):
         yield Job(kind, load, SIZE, seed, 1.0)
 
 
@@ -235,8 +252,8 @@ class Loads(NamedTuple):
 
     def jobs(self) -> Iterator[Job]:
         """Yield all simulations of the study."""
-        for loads in (self.null, self.choosing):
-            yield from null_jobs(loads)
+        yield from null_jobs(self.null)
+        yield from null_jobs(self.choosing, SERVED)
         for loads in (self.planted, self.choosing):
             yield from planted_jobs(loads)
 
@@ -287,7 +304,7 @@ def judge_null(outcomes: Outcomes, loads: range) -> list[dict[str, Any]]:
     """Count false alarms of seed 1 against seed 2."""
     rows = []
     for kind in KINDS:
-        metrics = CACHE_METRICS if kind == "cache" else SERVING_METRICS
+        metrics = SERVING_METRICS if kind in SERVED else CACHE_METRICS
         found = [
             intervals(outcomes, Job(kind, load, SIZE, 1, 1.0), Job(kind, load, SIZE, 2, 1.0), metrics)
             for load in loads
