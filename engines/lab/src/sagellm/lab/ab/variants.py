@@ -8,8 +8,8 @@ from typing import Any
 
 from sagellm.core import ConfigError, PluginError, PluginRegistry, ProviderSpec, UnknownProviderError, nearest
 from sagellm.core.plugins.option_text import read_value, split
+from sagellm.core.protocols.scheduler_ir import STAGES
 from sagellm.engines.config.schema import PROVIDER_KINDS, EngineConfig
-from sagellm.engines.config.sections import STAGES
 
 DEFAULT = "default"
 EXACT = "exact"
