@@ -286,6 +286,7 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
             "a pass that breaks a rule is named",
         ),
         "metrics": ("counts add up", "counts add up"),
+        "repeat": ("steps of a steady plan are counted", "steps of a steady plan are counted"),
         "schedule": (
             "a budget below the number running lets decodes rotate",
             "a budget below the number running lets decodes rotate",

@@ -104,7 +104,7 @@ def test_shrinking_stops_after_so_many_runs():
 
 
 def test_an_error_in_a_step_is_a_violation(monkeypatch):
-    def fail(self):
+    def fail(self, **may):
         raise RuntimeError("broken")
 
     monkeypatch.setattr(Scheduler, "schedule", fail)

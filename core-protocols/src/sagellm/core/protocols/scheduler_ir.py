@@ -321,6 +321,8 @@ class SchedulePlan:
     """What ended admission; "pass" if it did not end early and passes deferred the rest."""
     decisions: Sequence[Decision] = ()
     """What passes decided, in order."""
+    is_steady: bool = False
+    """Whether it also holds for the steps after this one, as `SchedulerIRProtocol.repeat` says."""
 
     @property
     def num_admitted(self) -> int:
@@ -531,6 +533,13 @@ class SchedulerIRProtocol(ABC):
     @abstractmethod
     def metrics(self) -> SchedulerMetrics:
         """Return the counts so far."""
+
+    def repeat(self, plan: SchedulePlan, num_steps: int) -> None:  # noqa: B027 - no plan need be steady
+        """Count so many more steps of a plan that `is_steady`: the engine computes them without asking.
+
+        Nothing waits and all running requests decode one token. It does so while that holds, no request ends
+        and there is a free block for each, called right after the plan.
+        """
 
     def watch(self, watcher: PassWatcher | str) -> None:
         """Show what every pass decides, from the next step on.

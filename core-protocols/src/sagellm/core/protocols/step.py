@@ -164,6 +164,9 @@ class StepInput:
 
     KV writes are idempotent, and random numbers are keyed by seed and position, so rows may be submitted
     again.
+
+    `num_steps` above 1 is only for executors that foresee outputs: each row is a decode, and computes one
+    token after the other, each drawn from the one before.
     """
 
     step: int
@@ -180,6 +183,7 @@ class StepInput:
     late_masks: npt.NDArray[np.bool_] | None = None  # (rows,) whose masks follow: they need a token in flight
     scored: Sequence[Scored] = ()
     hidden_rows: npt.NDArray[np.bool_] | None = None  # (rows,) sampled ones whose hidden states are wanted
+    num_steps: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -205,6 +209,7 @@ class StepOutput:
     scores: Mapping[int, PromptScores] = field(default_factory=dict)
     hidden_states: Mapping[int, Floats] = field(default_factory=dict)  # (tokens, hidden_size) of each row
     errors: Mapping[int, BaseException] = field(default_factory=dict)
+    took_ns: Sequence[int] = ()  # of each one if these are several steps
 
     @classmethod
     def failed(cls, step: StepInput, error: BaseException) -> StepOutput:
@@ -255,7 +260,7 @@ def verify_output(name: str, step: StepInput, output: object, *, vocab_size: int
 
 
 def _is_plain(step: StepInput, output: StepOutput, vocab_size: int) -> bool:
-    """Whether an output is one token for each sampled row, all in the vocabulary, and nothing else."""
+    """Whether an output is a token for each sampled row and step, all in the vocabulary, and nothing else."""
     import numpy as np
 
     if step.drafts is not None or step.hidden_rows is not None or output.errors != {}:
@@ -267,8 +272,8 @@ def _is_plain(step: StepInput, output: StepOutput, vocab_size: int) -> bool:
         return bool(
             ids.dtype == counts.dtype == np.int32
             and counts.shape == output.num_accepted.shape == step.seats.shape
-            and ids.shape == (np.count_nonzero(counts),)
-            and not np.count_nonzero(counts != step.is_sampled)
+            and ids.shape == (np.count_nonzero(counts) * step.num_steps,)
+            and not np.count_nonzero(counts != (step.is_sampled if step.num_steps == 1 else step.num_new))
             and not np.count_nonzero(ids.view(np.uint32) >= vocab_size)  # a negative one is huge
         )
     except AttributeError:  # not arrays
@@ -333,10 +338,9 @@ def _check_counts(step: StepInput, output: StepOutput) -> None:
     import numpy as np
 
     counts = output.tokens.counts
-    least: npt.NDArray[np.bool_] = step.is_sampled
+    least = step.is_sampled * np.int32(step.num_steps)
     if output.errors:
-        least = least.copy()
-        least[list(output.errors)] = False
+        least[list(output.errors)] = 0
     most = least if step.drafts is None else least * (1 + step.drafts.counts)
     is_wrong = (counts < least) | (counts > most)
     if np.count_nonzero(is_wrong):

@@ -358,6 +358,21 @@ class SchedulerContract(SchedulerPlanContract):
         assert again == usual
         assert longer in (usual, None if usual is None else 8 * usual)
 
+    def test_steps_of_a_steady_plan_are_counted(self) -> None:
+        """A plan is steady only if nothing waits and all running requests decode; no plan need be."""
+        _, running, limits = TWO_OF_EACH
+        scheduler = self.make_for(limits)
+        assert not self.plan(scheduler, TWO_OF_EACH).is_steady
+        prefill = replace(running[0], num_tokens=25)
+        assert not self.plan(scheduler, ([], [prefill, running[1]], limits)).is_steady
+        plan = self.plan(scheduler, ([], running, limits))
+        before = scheduler.metrics()
+        scheduler.repeat(plan, 3)
+        after = scheduler.metrics()
+        if plan.is_steady:
+            assert after.num_steps == before.num_steps + 3
+            assert after.num_scheduled_tokens == before.num_scheduled_tokens + 3 * len(running)
+
     def test_hits_are_seen_before_ordering(self) -> None:
         """A pass queries the probe, and only for the requests whose hit it needs."""
         asked = []

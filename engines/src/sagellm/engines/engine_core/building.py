@@ -29,7 +29,7 @@ from sagellm.engines.engine_core.kv_modules import KVModules, build_kv
 from sagellm.engines.engine_core.kv_tiers import build_offload, build_saves
 from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.preparing import Grammar, Preparing, no_grammar
-from sagellm.engines.engine_core.scheduler import Scheduler
+from sagellm.engines.engine_core.scheduler import Foresight, Scheduler
 from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.engine_core.speculation import Speculation
 from sagellm.engines.engine_core.step_cost_fit import StepCostFit
@@ -55,7 +55,8 @@ class CorePlan:
     `fingerprint` returns a value that is equal for models with interchangeable KV; it is called when a tier
     or a save first needs it. `progress` is the hook that a backend calls at each layer. `predictor` and
     `make_offload`, of a simulation for instance, take the place of what the configuration names.
-    `make_grammar` returns the provider of grammars. `recorder` may have begun to
+    An executor that knows outputs in advance can `foresee` how long steps stay the same, which are then
+    planned once. `make_grammar` returns the provider of grammars. `recorder` may have begun to
     record. Steps can want hidden states if `geometry` is given.
     """
 
@@ -72,6 +73,7 @@ class CorePlan:
     make_offload: Callable[[KVMemory], KVOffloadProtocol] | None = None
     cost_fit: StepCostFit = field(default_factory=StepCostFit)
     buffers: HostBuffers = field(default_factory=HostBuffers)
+    foresee: Foresight | None = None
     make_grammar: Callable[[], Grammar] = no_grammar
     recorder: Recorder | None = None
 
@@ -193,5 +195,7 @@ def _build_scheduler(
     if config.print != "none":
         ir.watch(config.print)
     passes, batching = PassAdmin(ir, plan.modules), BatchingMeter(**limits)
-    scheduler = Scheduler(ir, passes, kv, batching, now_ns=clock.now_ns, speculation=speculation)
+    scheduler = Scheduler(
+        ir, passes, kv, batching, now_ns=clock.now_ns, speculation=speculation, foresee=plan.foresee
+    )
     return ir, passes, scheduler, batching

@@ -43,7 +43,7 @@ from sagellm.engines.engine_core.preparing import Preparing
 from sagellm.engines.engine_core.scheduler import Scheduler
 from sagellm.engines.engine_core.sequence import RequestStatus, Sequence
 from sagellm.engines.engine_core.speculation import Speculation
-from sagellm.engines.engine_core.step_cost_fit import StepCostFit, work_of
+from sagellm.engines.engine_core.step_cost_fit import StepCostFit, decode_works, work_of
 from sagellm.engines.engine_core.step_runner import DraftedRows, PlannedStep, StepResult, StepRunner
 from sagellm.engines.engine_core.step_tokens import StepTokens
 from sagellm.engines.logging import fields
@@ -169,7 +169,7 @@ class EngineCore(EngineProtocol):
                 self._take_prepared(outputs)
             self.kv.poll()
             with self._trace.span("schedule"):
-                planned = self.scheduler.schedule()
+                planned = self.scheduler.schedule(may_repeat=not outputs)
             if planned is not None:
                 self.steps.submit(planned, self._copies())
             elif not self.steps.num_in_flight:
@@ -376,12 +376,14 @@ class EngineCore(EngineProtocol):
         step = self.steps.take_last()
         if step is None or not len(step.seats):
             return
-        self._work = work = work_of(step)
-        self.parts.cost_fit.add(work, self.steps.last_ns)
-        if self.scheduler.speculation is not None:
-            self.scheduler.speculation.measure(step, self.steps.last_ns)
-        if self.kv.offload is not None:  # decides what is fetched
-            self.kv.offload.measure_prefill(work.num_tokens, float(work.num_pairs), self.steps.last_ns)
+        works = [work_of(step)] if step.num_steps == 1 else decode_works(step.starts, step.num_steps)
+        self._work = works[-1]
+        for work, took_ns in zip(works, self.steps.last_ns, strict=True):
+            self.parts.cost_fit.add(work, took_ns)
+            if self.scheduler.speculation is not None:
+                self.scheduler.speculation.measure(step, took_ns)
+            if self.kv.offload is not None:  # decides what is fetched
+                self.kv.offload.measure_prefill(work.num_tokens, float(work.num_pairs), took_ns)
 
     def _no_room(self, sequence: Sequence) -> OutOfBlocksError:
         needed, available = self.kv.num_blocks_for(sequence.num_tokens), self.kv.available_blocks
@@ -556,14 +558,15 @@ class EngineCore(EngineProtocol):
             self._request_observers.tell(record=record)
 
     def _observe(self, started_ns: int, planned: PlannedStep | None) -> None:
-        self._num_steps += 1
+        self._num_steps += 1 if planned is None else planned.num_steps
         self.kv.tell_events()
         num_preempted = self.scheduler.num_preemptions - self._num_preemptions_seen
         self._num_preemptions_seen += num_preempted
-        num_tokens = 0 if planned is None else planned.num_tokens
+        num_tokens, num_steps = (0, 1) if planned is None else (planned.num_tokens, planned.num_steps)
         if num_tokens:
             self._metrics.num_computed_tokens += num_tokens
-            self._metrics.steps_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+            place = bisect_left(STEP_TOKEN_BOUNDS, num_tokens // num_steps)
+            self._metrics.steps_by_tokens[place] += num_steps
         if self._is_traced:
             self._trace.counter(
                 "batch", tokens=num_tokens, sequences=0 if planned is None else len(planned.seats)

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from sagellm.core import (
     UNNAMED,
     BlockAllocationRequest,
@@ -221,6 +223,40 @@ class KVCacheManager:
                 continue
             table.append_blocks(seat, block_ids)
         return without
+
+    def reserve_steps(self, seats: Places, num_tokens: Ints, num_steps: int) -> int:
+        """Give decodes that hold `num_tokens` tokens the blocks for more steps; return for how many of them.
+
+        Beyond those there would no longer be a block for each sequence, or a block was missing after all. It
+        evicts in the order in which one step after the other would.
+        """
+        table, block_size = self.seats, self._block_size
+        num_fitting = table.num_blocks.take(seats) * block_size - num_tokens
+        num_spare = self.available_blocks - len(seats)
+        while num_steps:
+            needed = np.maximum(-((num_fitting - num_steps) // block_size), 0)
+            if (total := int(needed.sum())) <= num_spare:
+                break
+            num_steps //= 2
+        if not num_steps or not total:
+            return num_steps
+        if total > self._pool.get_free_blocks():
+            return self._reserve_each(seats, num_tokens, num_fitting, num_steps)
+        for place in needed.nonzero()[0].tolist():
+            seat = Seat(seats.item(place))
+            table.append_blocks(seat, self._allocate(table.sequences[seat], needed.item(place)))
+        return num_steps
+
+    def _reserve_each(self, seats: Places, num_tokens: Ints, num_fitting: Ints, num_steps: int) -> int:
+        due: dict[int, list[int]] = {}  # places by step
+        for place, first in enumerate(num_fitting.tolist()):
+            for step in range(first + 1, num_steps + 1, self._block_size):
+                due.setdefault(step, []).append(place)
+        for step in sorted(due):
+            places = due[step]
+            if self.reserve(seats[places], num_tokens[places] + step):
+                return step - 1
+        return num_steps
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """Record that the KV of the first `num_tokens` tokens of a sequence has been computed."""

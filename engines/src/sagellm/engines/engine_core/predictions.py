@@ -24,7 +24,7 @@ from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.engine_core.sequence import Sequence
 
 _MOST_TOKENS = 1 << 31
-_MIN_TOKENS = 8
+MIN_TOKENS = 8
 """Tokens that a sequence generates at least before its length is predicted once more."""
 
 
@@ -147,7 +147,7 @@ class Predictions:
         columns = seats.schedule_columns.arrays
         columns["predicted_tokens"][seat] = sequence.predicted_tokens
         columns["confidence"][seat] = sequence.confidence
-        ahead = max(int(sequence.predicted_tokens or 0) + 1 - length, _MIN_TOKENS, length // 4)
+        ahead = max(int(sequence.predicted_tokens or 0) + 1 - length, MIN_TOKENS, length // 4)
         seats.ask_at[seat] = seats.num_tokens[seat] + ahead
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from sagellm.engines.engine_core.batching import BatchingMeter
 from sagellm.engines.engine_core.decision_log import DecisionLog
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.pass_admin import PassAdmin
+from sagellm.engines.engine_core.predictions import MIN_TOKENS
 from sagellm.engines.engine_core.seats import Places, RemainingColumns
 from sagellm.engines.engine_core.sequence import RequestStatus, Sequence
 from sagellm.engines.engine_core.speculation import Speculation
@@ -35,6 +36,16 @@ Ints = npt.NDArray[np.int32]
 
 MAX_SCORED_POSITIONS = 256
 """Positions of prompts that one step scores; each has a row of logits as long as the vocabulary."""
+
+
+class Foresight(Protocol):
+    """Says how long steps stay the same, where outputs are known before they are drawn."""
+
+    def __call__(self, seats: Places, num_computed: Ints, *, num_steps: int, deadline_s: float) -> int:
+        """Return how many of `num_steps` steps in a row these decodes compute before something happens.
+
+        Nobody arrives and no output ends before the last of them is over, and none begins after the deadline.
+        """
 
 
 _COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -48,7 +59,7 @@ class Scheduler:
     decision starts from exact numbers again.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         ir: SchedulerIRProtocol,
         passes: PassAdmin,
@@ -57,8 +68,10 @@ class Scheduler:
         *,
         now_ns: Callable[[], int],
         speculation: Speculation | None = None,
+        foresee: Foresight | None = None,
     ) -> None:
         self._ir = ir
+        self._foresee = foresee
         self._passes = passes
         self._kv = kv
         self._seats = kv.seats
@@ -149,8 +162,11 @@ class Scheduler:
         """Let steps take so many times their target from now on."""
         self._ir.lengthen_steps(factor)
 
-    def schedule(self) -> PlannedStep | None:
-        """Decide on a step and take the blocks it needs; None if there is nothing to compute."""
+    def schedule(self, *, may_repeat: bool = True) -> PlannedStep | None:
+        """Decide on a step and take the blocks it needs; None if there is nothing to compute.
+
+        If it `may_repeat`, those that follow and are known to be the same are part of it.
+        """
         available_blocks = self._kv.available_blocks
         running, waiting = self._running_rows(), self._waiting.rows()
         plan = self._plan(waiting, running, available_blocks)
@@ -179,7 +195,9 @@ class Scheduler:
             planned = self._carry_out(plan, served, admitted)
         if planned is None:
             return None
-        self._seats.last_step[planned.seats] = plan.step
+        if may_repeat and plan.is_steady and self._foresee is not None:
+            planned = self._repeat(plan, planned, self._foresee)
+        self._seats.last_step[planned.seats] = plan.step + planned.num_steps - 1
         if self._seats.scored:
             return self._limit_scored(planned)
         return planned if self.speculation is None else self.speculation.with_drafts(planned)
@@ -262,6 +280,32 @@ class Scheduler:
             seats = np.concatenate((seats, np.array([seat for seat, _ in new], np.intp)))
             num_new = np.concatenate((num_new, np.array([number for _, number in new], np.int32)))
         return PlannedStep(seats=seats, num_new=num_new) if len(seats) else None
+
+    def _repeat(self, plan: SchedulePlan, planned: PlannedStep, foresee: Foresight) -> PlannedStep:
+        """Return a step with those after it that would be the same, as nothing begins, ends or is missing.
+
+        As each step alone would, it takes blocks one step after the other, in the same order.
+        """
+        seats, table = planned.seats, self._seats
+        if len(seats) < len(self._running) or self.speculation is not None:
+            return planned
+        if table.scored or table.structured or table.with_hidden:
+            return planned
+        num_tokens, num_computed = table.num_tokens.take(seats), table.num_computed.take(seats)
+        num_left = table.max_computed.take(seats) - num_tokens + 1
+        unasked = table.ask_at.take(seats) - num_tokens  # steps until a prediction is renewed
+        unasked[unasked <= 0] = MIN_TOKENS  # it is renewed in the first one
+        num_steps = min(int(num_left.min()), int(unasked.min()))
+        if num_steps > 1:
+            deadline_s = self._earliest_deadline_s
+            num_steps = foresee(seats, num_computed, num_steps=num_steps, deadline_s=deadline_s)
+        if num_steps > 1:
+            num_steps = 1 + self._kv.reserve_steps(seats, num_computed + 1, num_steps - 1)
+        if num_steps == 1:
+            return planned
+        self._ir.repeat(plan, num_steps - 1)
+        self.log.step += num_steps - 1
+        return PlannedStep(seats=seats, num_new=planned.num_new * num_steps, num_steps=num_steps)
 
     def _admit(self, plan: SchedulePlan, admitted: Seq[Sequence]) -> list[tuple[Seat, int]]:
         scheduled = []

@@ -30,6 +30,7 @@ _NUM_PREFILLS = 1 + StepWork._fields.index("num_prefills")
 """The column of prefills in a measured step; the first is the base's."""
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int32]
 
 
 def work_of(step: StepInput) -> StepWork:
@@ -38,6 +39,17 @@ def work_of(step: StepInput) -> StepWork:
     if step.drafts is None:
         return work
     return work._replace(num_prefills=int(np.count_nonzero(step.num_new - step.drafts.counts > 1)))
+
+
+def decode_works(starts: Ints, num_steps: int) -> list[StepWork]:
+    """Return the work of decodes after their first `starts` tokens, and of those after them: (rows,)."""
+    num_rows = len(starts)
+    num_kv_tokens = int(starts.sum(dtype=np.int64)) + num_rows
+    num_pairs = num_kv_tokens - -(-num_rows // 2)  # each token with those before it, and half with itself
+    return [
+        StepWork(num_rows, num_rows, num_kv_tokens + more, num_pairs + more)
+        for more in range(0, num_steps * num_rows, num_rows)
+    ]
 
 
 class StepCostFit:

@@ -39,10 +39,11 @@ class PlannedStep(NamedTuple):
     seats: Places
     num_new: Ints  # drafts included
     drafts: Runs | None = None
+    num_steps: int = 1  # in a row, all alike
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step."""
+        """Tokens of all of them."""
         return int(self.num_new.sum())
 
 
@@ -123,7 +124,7 @@ class StepRunner:
         self._flights: deque[_Flight] = deque()
         self._lost: set[int] = set()  # steps that failed in the executor; their outputs may still come
         self._num_steps = 0
-        self.last_ns = 0  # from the submission of the last collected step, or the previous end, to its end
+        self.last_ns: Seq[int] = (0,)  # from a step's submission, or the previous end, to its end
         self._ended_ns = 0
         self._last: StepInput | None = None
 
@@ -165,6 +166,7 @@ class StepRunner:
             drafts=planned.drafts,
             scored=self._scored(seats, starts, planned.num_new) if table.scored else (),
             hidden_rows=self._hidden_rows(seats, is_sampled) if table.with_hidden else None,
+            num_steps=planned.num_steps,
         )
         if table.structured:
             step = self._with_masks(step)
@@ -285,7 +287,8 @@ class StepRunner:
                 self._lost = {number for number in self._lost if number > output.step}
             flight.output = output
             ended_ns = self._clock.now_ns()
-            self.last_ns, self._last = ended_ns - max(flight.submitted_ns, self._ended_ns), flight.step
+            self.last_ns = output.took_ns or (ended_ns - max(flight.submitted_ns, self._ended_ns),)
+            self._last = flight.step
             self._ended_ns = ended_ns
         return flight.output
 

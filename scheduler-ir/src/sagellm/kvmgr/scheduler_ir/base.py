@@ -140,12 +140,17 @@ class BaseSchedulerIR(SchedulerIRProtocol):
             epoch=self._hits.epoch(),
         )
         ir = self.pipeline.run(ir)
-        step = Step(ir, self._hits)
+        step = Step(ir, self._hits, may_repeat=self.pipeline.may_repeat)
         plan = step.plan()
         self.pipeline.observe(plan)
         self._count(plan, step.num_tokens)
         self._metrics.last_schedule_ns = self._clock.now_ns() - started_ns
         return plan
+
+    def repeat(self, plan: SchedulePlan, num_steps: int) -> None:
+        """Count so many more steps of a steady plan, in which all passes rest."""
+        self._metrics.num_steps += num_steps
+        self._metrics.num_scheduled_tokens += num_steps * len(plan.rows)
 
     def metrics(self) -> SchedulerMetrics:
         """Return a copy of the counts so far."""

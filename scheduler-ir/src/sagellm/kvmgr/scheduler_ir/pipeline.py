@@ -145,6 +145,11 @@ class PassPipeline:
         if failure.error is not None:
             _raise_failure(optimization_pass, failure.error)
 
+    @property
+    def may_repeat(self) -> bool:
+        """Whether the calm steps that follow the one that is run need no pass."""
+        return self.is_resting or not self._entries
+
     def metrics(self) -> list[PassMetrics]:
         """Return a copy of the counts of each pass, in their order."""
         return [replace(metrics) for _, _, metrics in self._entries]

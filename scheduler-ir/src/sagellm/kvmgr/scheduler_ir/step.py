@@ -42,12 +42,14 @@ class Step:
         "_gone",
         "_hits",
         "_ir",
+        "_may_repeat",
         "_preempted",
         "_preempted_for",
     )
 
-    def __init__(self, ir: ScheduleIR, hits: PrefixHits) -> None:
+    def __init__(self, ir: ScheduleIR, hits: PrefixHits, *, may_repeat: bool) -> None:
         self._ir = ir
+        self._may_repeat = may_repeat  # if only decodes run
         self._hits = hits
         self._budget = ir.max_num_batched_tokens  # tokens left
         self._available = ir.available_memory  # blocks left
@@ -106,6 +108,11 @@ class Step:
             num_deferred=len(ir.pending) - len(admitted),
             deferred_reason=reason,
             decisions=ir.decisions,
+            is_steady=(
+                self._may_repeat
+                and not (ir.running.num_prefills or len(ir.pending) or ir.decisions)
+                and 0 < len(rows) == len(ir.running)
+            ),
         )
 
     def _take_turns(self) -> _Turns:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from math import inf
 from random import Random
 
 from sagellm.core import (
@@ -153,6 +154,10 @@ class LoadRun:
                     advance(1)
         assert all(each is not None for each in self._served), "every request ends"
         return [each for each in self._served if each is not None]
+
+    def next_arrival_ns(self) -> float:
+        """Return when the next request arrives that is not here yet, infinity if none does."""
+        return self._due[0][0] if self._due else inf
 
     def on_step(self, step: StepInput) -> None:
         """Note what those that are scheduled for the first time could have reused; before the step runs."""

@@ -51,19 +51,23 @@ def simulate_serving(  # noqa: PLR0913  (what a simulation varies)
     limits: ServingLimits | None = None,
     predictor: LifetimePredictorProtocol | None = None,
     registry: PluginRegistry | None = None,
+    foresees: bool = True,
     advance: Advance = lambda amount: None,
 ) -> ServingRun:
     """Run a trace to its end. Equal calls give equal results.
 
     Steps take time, tiers, and between steps the host, as far as `costs` say. `predictor` replaces the
-    configured one. Raises ConfigError for a configuration that cannot be simulated, PluginError if a pass
+    configured one. Without `foresees`, each step is planned by itself, which is slower and gives the same
+    results. Raises ConfigError for a configuration that cannot be simulated, PluginError if a pass
     fails.
     """
     load = replace(load or LoadSettings(), stop_token_ids=frozenset({END}))
     if not 0 < load.stretch < float("inf"):
         raise ConfigError(f"stretch is {load.stretch}; it must be a number above 0")
     outputs = recorded_outputs(requests)
-    made = build_simulated_core(config, costs, outputs, registry=registry, predictor=predictor)
+    made = build_simulated_core(
+        config, costs, outputs, registry=registry, predictor=predictor, foresees=foresees
+    )
     core, executor = made.core, made.executor
 
     def on_host(num_added: int) -> None:
@@ -72,12 +76,12 @@ def simulate_serving(  # noqa: PLR0913  (what a simulation varies)
     run = LoadRun(core, made.clock, requests, load, on_host=on_host)
     shares = TenantShares(core) if len({one.tenant for one in requests}) > 1 else None
 
-    def on_step(step: StepInput) -> None:
+    def on_step(step: StepInput, last_ns: int) -> None:
         run.on_step(step)
         if shares is not None:
-            shares.on_step(step, made.clock.now_ns())
+            shares.on_step(step, made.clock.now_ns(), last_ns)
 
-    executor.on_step = on_step
+    executor.on_step, executor.next_arrival_ns = on_step, run.next_arrival_ns
     served = run.run(advance)
     for name, failure in core.parts.passes.metrics().failures.items():
         raise PluginError(f"the scheduler pass {name} cannot be judged: {failure}")

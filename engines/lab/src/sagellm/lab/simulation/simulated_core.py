@@ -48,20 +48,24 @@ def build_simulated_core(
     *,
     registry: PluginRegistry | None = None,
     predictor: LifetimePredictorProtocol | None = None,
+    foresees: bool = True,
 ) -> SimulatedCore:
     """Build a core whose steps take what `costs` says, and whose outputs are these.
 
     What the configuration leaves open follows the costs: the blocks that fit, and a step's target. Tiers are
     those of `kv.tiers`; they store nothing and take the costs' time. `predictor` replaces the configured one.
-    Nothing drafts. Raises ConfigError if the costs lack what the configuration needs.
+    Nothing drafts. Unless tiers or observers see each step, those that stay the same are planned once;
+    without `foresees`, each is planned. Raises ConfigError if the costs lack what the configuration needs.
     """
     config = _with_defaults(config, costs)
     num_blocks, num_seats = config.kv.num_blocks, config.scheduler.max_num_seqs
     assert num_blocks is not None, "the defaults include it"
     clock = VirtualClock()
     modules = Modules(registry or PluginRegistry.load(), config)
-    executor = VirtualExecutor(costs.step, clock, outputs, num_seats)
+    host_ns = round(costs.host_step_ns)
+    executor = VirtualExecutor(costs.step, clock, outputs, num_seats, host_step_ns=host_ns)
     sizes = _tiers(config, costs)
+    sees_steps = bool(sizes or modules.registry.callers("sagellm_step_finished"))
 
     def make_offload(memory: KVMemory) -> KVOffloadProtocol:
         tiers: dict[str, KVTierProtocol] = {
@@ -81,6 +85,7 @@ def build_simulated_core(
         runtime=replace(Runtime.virtual(), clock=clock),
         predictor=predictor,
         make_offload=make_offload if sizes else None,
+        foresee=executor.foresee if foresees and not sees_steps else None,
     )
     core = build_core(plan, executor)
     return SimulatedCore(config=config, core=core, clock=clock, executor=executor)

@@ -32,12 +32,9 @@ class TenantShares:
         self._window = 0
         self._indices: list[float] = []
 
-    def on_step(self, step: StepInput, now_ns: int) -> None:
-        """Count a step that begins now."""
-        window = int(now_ns / (1e9 * WINDOW_S))
-        if window != self._window:
-            self._close()
-            self._window = window
+    def on_step(self, step: StepInput, now_ns: int, last_ns: int) -> None:
+        """Count a step that begins now, or several in a row of which the last begins at `last_ns`."""
+        self._move_to(now_ns)
         seats = self._core.kv.seats
         columns = seats.schedule_columns.arrays
         tenants, weights = columns["tenant"][step.seats], columns["weight"][step.seats]
@@ -53,6 +50,16 @@ class TenantShares:
             self._weights[code] = float(weights[row])
         waiting = set(self._core.scheduler.waiting_rows().tenant.tolist())
         self._backlogged = waiting if self._backlogged is None else self._backlogged & waiting
+        if step.num_steps > 1:
+            assert not waiting, "steps are alike only while nothing waits"
+            self._move_to(last_ns)
+            self._backlogged = waiting
+
+    def _move_to(self, now_ns: int) -> None:
+        window = int(now_ns / (1e9 * WINDOW_S))
+        if window != self._window:
+            self._close()
+            self._window = window
 
     def index(self) -> float | None:
         """Return the mean over the windows so far; None if there were none."""

@@ -59,17 +59,22 @@ class _Queue:
     is_busy: bool = False  # since the last step prompts wait or are computed
     admitted_s: float = _FIRST_S  # work, in the last busy seconds, which are …
     busy_s: float = _FIRST_S
-    longest_s: float = 0.0  # wait in order of arrival, lately
+    peak_s: float = 0.0  # the longest wait in order of arrival, of late …
+    peaked: float = 0.0  # … and when that was
 
     def advance(self, now: float) -> None:
         """Begin a step."""
         passed_s = max(now - self.now, 0.0)
         self.now, self.work_s = now, None
-        self.longest_s *= math.exp(-passed_s / _LONGEST_S)
         if self.is_busy:
             decay = math.exp(-passed_s / _RATE_S)
             self.admitted_s *= decay
             self.busy_s = self.busy_s * decay + _RATE_S * (1 - decay)  # ∫ of what is left of each moment
+
+    @property
+    def longest_s(self) -> float:
+        """The longest wait in order of arrival, which is forgotten with time."""
+        return self.peak_s * math.exp((self.peaked - self.now) / _LONGEST_S)
 
     @property
     def slowdown(self) -> float:
@@ -80,7 +85,8 @@ class _Queue:
         """Return how long the queue takes for each part of its work: (rows,)."""
         self.work_s = work_s
         waits_s = work_s * self.slowdown
-        self.longest_s = max(self.longest_s, float(waits_s.sum()))
+        if (wait_s := float(waits_s.sum())) >= self.longest_s:
+            self.peak_s, self.peaked = wait_s, self.now
         return waits_s
 
 
