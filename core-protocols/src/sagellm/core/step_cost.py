@@ -31,10 +31,12 @@ class StepWork(NamedTuple):
     @classmethod
     def of(cls, starts: Ints, num_new: Ints) -> Self:
         """Return the work of rows that compute `num_new` tokens after their first `starts`, each (rows,)."""
+        import numpy as np
+
         ends = starts + num_new
-        num_pairs = int(num_new.astype("int64").dot(starts + ends)) // 2
-        num_prefills = int((num_new > 1).sum())
-        return cls(int(num_new.sum()), len(ends), int(ends.sum(dtype="int64")), num_pairs, num_prefills)
+        num_pairs = int(num_new.astype(np.int64).dot(starts + ends)) // 2
+        num_tokens, num_kv_tokens = int(np.add.reduce(num_new)), int(np.add.reduce(ends, dtype=np.int64))
+        return cls(num_tokens, len(ends), num_kv_tokens, num_pairs, int(np.count_nonzero(num_new > 1)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class StepCost:
     prefill_ns: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in vars(self).items():
             if not 0 <= value < float("inf"):
                 raise InvalidInputError(f"{name} is {value}; it must be a number of at least 0")
 
@@ -63,7 +65,7 @@ class StepCost:
 
     def scaled(self, factor: float) -> StepCost:
         """Return the cost model of steps that take `factor` times as long."""
-        return StepCost(**{name: factor * value for name, value in asdict(self).items()})
+        return StepCost(**{name: factor * value for name, value in vars(self).items()})
 
     def predict_ns(self, work: StepWork) -> float:
         """Return the predicted duration of a step."""

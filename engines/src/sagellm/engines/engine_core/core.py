@@ -177,7 +177,7 @@ class EngineCore(EngineProtocol):
                     return outputs
                 if (head := self.scheduler.shut_out()) is not None:
                     outputs.add(self._fail(head.sequence_id, self._no_room(head)))
-            self._predictions.renew()
+            self._predictions.renew(1 if planned is None else planned.num_steps)
             has_advanced = False
             for result in self.steps.collect(0 if planned is None else self.steps.depth):
                 has_advanced |= len(result.seats) > 0

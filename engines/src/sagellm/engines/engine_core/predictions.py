@@ -24,7 +24,7 @@ from sagellm.engines.engine_core.seats import Seats
 from sagellm.engines.engine_core.sequence import Sequence
 
 _MOST_TOKENS = 1 << 31
-MIN_TOKENS = 8
+_MIN_TOKENS = 8
 """Tokens that a sequence generates at least before its length is predicted once more."""
 
 
@@ -85,18 +85,21 @@ class Predictions:
             if sequence.seat is not None:
                 self._put(sequence, length)
 
-    def renew(self) -> None:
-        """Ask again about the running sequences that have become longer than predicted, all at once."""
+    def renew(self, num_steps: int = 1) -> None:
+        """Ask again about the running sequences that have become longer than predicted, all at once.
+
+        Of several steps that were planned as one, each asks about those that are then.
+        """
         seats = self._seats
-        due = np.flatnonzero(seats.num_tokens >= seats.ask_at)
-        if not len(due):
-            return
-        lengths = (seats.num_tokens[due] - seats.num_prompt[due]).tolist()
-        with contained() as failure:
-            self._renew(seats.sequences[due].tolist(), lengths)
-        if failure.error is not None:
-            seats.ask_at[due] = np.iinfo(np.int32).max  # it keeps what was predicted first
-        self._failures.log(failure.error)
+        while (first := int((seats.ask_at - seats.num_tokens).min())) < num_steps:
+            num_more = max(first, 0)
+            due = np.flatnonzero(seats.num_tokens + num_more >= seats.ask_at)
+            lengths = (seats.num_tokens[due] + num_more - seats.num_prompt[due]).tolist()
+            with contained() as failure:
+                self._renew(seats.sequences[due].tolist(), lengths)
+            if failure.error is not None:
+                seats.ask_at[due] = np.iinfo(np.int32).max  # it keeps what was predicted first
+            self._failures.log(failure.error)
 
     def end(self, sequence: Sequence, finished_ns: int, *, has_stopped: bool) -> None:
         """Score what was predicted of a sequence that stopped or reached its limit, and teach it."""
@@ -147,8 +150,8 @@ class Predictions:
         columns = seats.schedule_columns.arrays
         columns["predicted_tokens"][seat] = sequence.predicted_tokens
         columns["confidence"][seat] = sequence.confidence
-        ahead = max(int(sequence.predicted_tokens or 0) + 1 - length, MIN_TOKENS, length // 4)
-        seats.ask_at[seat] = seats.num_tokens[seat] + ahead
+        ahead = max(int(sequence.predicted_tokens or 0) + 1 - length, _MIN_TOKENS, length // 4)
+        seats.ask_at[seat] = seats.num_prompt[seat] + length + ahead
 
 
 def _take(sequence: Sequence, prediction: LifetimePrediction, length: int) -> None:

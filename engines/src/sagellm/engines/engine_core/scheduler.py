@@ -25,7 +25,6 @@ from sagellm.engines.engine_core.batching import BatchingMeter
 from sagellm.engines.engine_core.decision_log import DecisionLog
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
 from sagellm.engines.engine_core.pass_admin import PassAdmin
-from sagellm.engines.engine_core.predictions import MIN_TOKENS
 from sagellm.engines.engine_core.seats import Places, RemainingColumns
 from sagellm.engines.engine_core.sequence import RequestStatus, Sequence
 from sagellm.engines.engine_core.speculation import Speculation
@@ -292,10 +291,7 @@ class Scheduler:
         if table.scored or table.structured or table.with_hidden:
             return planned
         num_tokens, num_computed = table.num_tokens.take(seats), table.num_computed.take(seats)
-        num_left = table.max_computed.take(seats) - num_tokens + 1
-        unasked = table.ask_at.take(seats) - num_tokens  # steps until a prediction is renewed
-        unasked[unasked <= 0] = MIN_TOKENS  # it is renewed in the first one
-        num_steps = min(int(num_left.min()), int(unasked.min()))
+        num_steps = 1 + int((table.max_computed.take(seats) - num_tokens).min())
         if num_steps > 1:
             deadline_s = self._earliest_deadline_s
             num_steps = foresee(seats, num_computed, num_steps=num_steps, deadline_s=deadline_s)

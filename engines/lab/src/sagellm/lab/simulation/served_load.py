@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
@@ -164,8 +165,8 @@ class LoadRun:
         for arrival in step.arrivals:
             live = self._live[arrival.sequence_id]
             if live.num_known is None:
-                is_new = (content not in self._cached for content in live.path)
-                live.num_known = next((number for number, new in enumerate(is_new) if new), len(live.path))
+                # Whatever is cached follows cached blocks.
+                live.num_known = bisect_left(live.path, True, key=lambda each: each not in self._cached)
 
     def _first_arrivals(self) -> list[tuple[int, int]]:
         """Return a heap of times and requests: all of an open loop, of a closed one each client's first."""
