@@ -89,18 +89,25 @@ class Histogram:
         return found
 
 
-def quantiles(cumulated: Floats, starts: Floats, levels: Floats) -> Floats:
-    """Return the positions of the quantiles of what is left behind `starts`.
+_FEW_ROWS = 16
+"""Rows from which on quantiles are found in all of them at once."""
 
-    `cumulated` (rows, bins + 1) are distributions, which rise everywhere; `starts` (rows,) and the result
-    (rows, levels) positions, `levels` (levels,) shares.
+
+def quantiles(cumulated: Floats, gone: Floats, levels: Floats) -> Floats:
+    """Return the positions of the quantiles of what is left of distributions when shares are gone.
+
+    `cumulated` (rows, bins + 1) are distributions, which rise everywhere; `gone` (rows, 1) and `levels`
+    (levels,) shares, the result (rows, levels) positions.
     """
     rows = np.arange(len(cumulated))
-    gone = share_below(cumulated, starts[:, None])
     wanted = gone + (1 - gone) * levels
     places = np.empty(wanted.shape, np.intp)
-    for level in range(wanted.shape[1]):
-        places[:, level] = (cumulated[:, 1:-1] < wanted[:, level, None]).sum(1)
+    if len(rows) < _FEW_ROWS:
+        for row in rows.tolist():
+            places[row] = cumulated[row, 1:-1].searchsorted(wanted[row])
+    else:
+        for level in range(wanted.shape[1]):
+            places[:, level] = (cumulated[:, 1:-1] < wanted[:, level, None]).sum(1)
     low, high = cumulated[rows[:, None], places], cumulated[rows[:, None], places + 1]
     found: Floats = places.astype(np.float64) + np.clip(
         (wanted - low) / np.maximum(high - low, 1e-12), 0.0, 1.0
@@ -117,13 +124,12 @@ def share_below(cumulated: Floats, positions: Floats) -> Floats:
     return found
 
 
-def means_behind(cumulated: Floats, starts: Floats, limits: Floats) -> Floats:
+def means_behind(cumulated: Floats, gone: Floats, starts: Floats, limits: Floats) -> Floats:
     """Return the mean lengths (rows,) of what is left of distributions behind `starts`, cut at `limits`.
 
-    `cumulated` (rows, bins + 1), `starts` positions (rows,), `limits` lengths (rows,). The mean is what lies
-    between: the start, and the area under the share that is longer.
+    `cumulated` (rows, bins + 1), the shares below the starts (rows, 1), `starts` positions (rows,), `limits`
+    lengths (rows,). The mean is what lies between: the start, and the area under the share that is longer.
     """
-    gone = share_below(cumulated, starts[:, None])
     first = lengths_at(starts)[:, None]
     edges = np.clip(_EDGES, first, np.maximum(limits[:, None], first))
     longer = (1 - np.maximum(cumulated, gone)) / np.maximum(1 - gone, 1e-12)

@@ -190,10 +190,11 @@ class MixturePredictor(LifetimePredictorProtocol):
         limits = np.array([request.max_length for request in requests], np.float64)
         limits = np.maximum(limits - current, 0.0)
         starts = positions_of(current)
-        remaining = lengths_at(quantiles(cumulated, starts, self._levels)) - current[:, None]
+        gone = share_below(cumulated, starts[:, None])
+        remaining = lengths_at(quantiles(cumulated, gone, self._levels)) - current[:, None]
         remaining = np.minimum(np.maximum(remaining, 1.0), limits[:, None])
-        confidences = self._confidences(cumulated, starts, current, remaining[:, 1])
-        means = np.clip(means_behind(cumulated, starts, current + limits) - current, 1.0, limits)
+        confidences = self._confidences(cumulated, gone, current, remaining[:, 1])
+        means = np.clip(means_behind(cumulated, gone, starts, current + limits) - current, 1.0, limits)
         pace = self._seconds / self._tokens if self._tokens else 0.0
         return [
             LifetimePrediction(
@@ -209,14 +210,13 @@ class MixturePredictor(LifetimePredictorProtocol):
             )
         ]
 
-    def _confidences(self, cumulated: Floats, starts: Floats, current: Floats, remaining: Floats) -> Floats:
+    def _confidences(self, cumulated: Floats, gone: Floats, current: Floats, remaining: Floats) -> Floats:
         """Return the chances (requests,) that each is ordered rightly against the latest that ended."""
         num = min(self._num_peers, _NUM_PEERS)
         if num < _MIN_PEERS:
             return np.full(len(remaining), 0.5)
         predicted, true = self._peers[:, :num]
         below = share_below(cumulated, positions_of(current[:, None] + true))
-        gone = share_below(cumulated, starts[:, None])
         is_shorter = np.clip((below - gone) / np.maximum(1 - gone, 1e-9), 0.0, 1.0)
         ahead = remaining[:, None] < predicted
         behind = remaining[:, None] > predicted

@@ -209,7 +209,7 @@ def mean_error(logits: Tensor, lengths: Tensor) -> float:
     """Return the mean absolute error, in tokens, of the medians of densities."""
     cumulated = np.zeros((len(logits), NUM_BINS + 1))
     np.cumsum(torch.softmax(logits.double(), 1).numpy(), 1, out=cumulated[:, 1:])
-    medians = lengths_at(quantiles(cumulated, np.zeros(len(logits)), np.array([0.5])))[:, 0]
+    medians = lengths_at(quantiles(cumulated, np.zeros((len(logits), 1)), np.array([0.5])))[:, 0]
     return float(np.abs(medians - lengths.numpy()).mean())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -50,7 +49,7 @@ def verify_rewrite(name: str, before: ScheduleIR, after: object) -> ScheduleIR:
         raise BrokenRuleError(f"scheduler pass {name!r} {broken}") from None
     if not new:
         return before
-    signed = tuple(replace(decision, made_by=name) for decision in new)
+    signed = tuple(Decision(one.kind, one.target, one.rows, one.value, name) for one in new)
     lowered: dict[str, Any] = {each.target: each.value for each in new if each.kind == "lower"}
     return before.updated(decisions=before.decisions + signed, **lowered)
 

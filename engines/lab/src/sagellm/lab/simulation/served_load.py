@@ -118,6 +118,7 @@ class LoadRun:
         self._start_ns = clock.now_ns()
         self._block_size = core.kv.seats.block_size
         self._contents = BlockContents(self._block_size)
+        self._params: dict[int, SamplingParams] = {}  # by limit
         self._cached: set[int] = set()  # contents that have been in the cache
         self._live: dict[SequenceId, _Live] = {}
         self._served: list[ServedRequest | None] = [None] * len(requests)
@@ -201,7 +202,10 @@ class LoadRun:
             tenant=self._tenants[given.tenant],
         )
         most = max_tokens if stops else min(max_tokens, given.num_output_tokens)
-        params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=not stops)
+        params = self._params.get(most)
+        if params is None:
+            params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=not stops)
+            self._params[most] = params
         sequence = Sequence.of(QueuedSequence(SequenceId(name), request, params, 0, stops))
         path = self._contents.path(tokens, given.tenant)
         self._live[sequence.sequence_id] = _Live(index, sequence, path)

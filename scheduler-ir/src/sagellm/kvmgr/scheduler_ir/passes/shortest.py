@@ -127,11 +127,12 @@ class ShortestFirstPass(SchedulerPassProtocol):
                 ir, self.max_probes, lambda rows: [hit.num_tokens for hit in ir.hits(rows)]
             )
             remaining = self._remaining(ir, ir.pending, cached)
-            order = self._admission(ir, cached, remaining)
+            begun_ns = np.zeros(0) if ir.cost is None else _begun_ns(ir, ir.cost)
+            order = self._admission(ir, cached, remaining, begun_ns)
             ir = order_pending(ir, self._by_priority(ir, ir.pending, order))
             if ir.running.num_prefills:
                 ir = make_way(ir, self._levels(ir, ir.pending), self._levels(ir, ir.running))
-                ir = self._leave_to_shorter(ir, cached, remaining)
+                ir = self._leave_to_shorter(ir, cached, remaining, begun_ns)
         if may_lack_blocks(ir) and remaining_output(ir.running, self.min_confidence).any():
             remaining = self._remaining(ir, ir.running, ir.running.num_computed_tokens)
             ir = order_running(ir, self._by_priority(ir, ir.running, by(remaining, ir.preemption)))
@@ -147,7 +148,9 @@ class ShortestFirstPass(SchedulerPassProtocol):
             state.admitted_s += float(state.work_s[[entry.row for entry in plan.admitted]].sum())
         state.is_busy = bool(plan.num_deferred or plan.admitted or plan.running.num_prefills)
 
-    def _admission(self, ir: ScheduleIR, cached: npt.NDArray[np.int32], remaining: Floats) -> Places:
+    def _admission(
+        self, ir: ScheduleIR, cached: npt.NDArray[np.int32], remaining: Floats, begun_ns: Floats
+    ) -> Places:
         queue, rows = ir.state, ir.pending
         by_age = by(rows.arrived_time, ir.admission)
         if ir.cost is None:  # the engine's first steps
@@ -155,7 +158,7 @@ class ShortestFirstPass(SchedulerPassProtocol):
         # Prompts alone: they are known, and what they take is admitted at a rate of its own in any load.
         prompts_s = prefill_ns(ir.cost, cached, np.maximum(rows.num_tokens - cached, 1)) / 1e9
         waits_s = queue.waits_s(prompts_s)[by_age]
-        begun_s = _begun_ns(ir, ir.cost).sum() / 1e9
+        begun_s = begun_ns.sum() / 1e9
         latest_s = rows.arrived_time[by_age] + self.patience * queue.longest_s
         slack_s = latest_s - ir.now - queue.slowdown * begun_s - (np.cumsum(waits_s) - waits_s)
         overtakes = np.ones(len(by_age), np.bool_)
@@ -163,20 +166,22 @@ class ShortestFirstPass(SchedulerPassProtocol):
         return np.concatenate((by(remaining, by_age[overtakes]), by_age[~overtakes]))
 
     def _leave_to_shorter(
-        self, ir: ScheduleIR, cached: npt.NDArray[np.int32], remaining: Floats
+        self, ir: ScheduleIR, cached: npt.NDArray[np.int32], remaining: Floats, begun_ns: Floats
     ) -> ScheduleIR:
         """Give running prompts what shorter ones of their tenants leave of the step, while they may wait."""
         running, waiting, order = ir.running, ir.pending, ir.admission[: ir.num_free_seats]
         if ir.cost is None or ir.step_target_ms is None:
             return ir  # nothing says when a step is full
+        may_wait = running.arrived_time + self.patience * ir.state.longest_s > ir.now
+        patient = np.flatnonzero(may_wait & (begun_ns > 0)).tolist()
+        if not patient:
+            return ir
         if ir.hits(order[:1])[0].num_blocks_needed > ir.available_memory:
             return ir
         left = self._remaining(ir, running, running.num_computed_tokens)
-        begun_ns = _begun_ns(ir, ir.cost)
         waiting_ns = prefill_ns(ir.cost, cached, np.maximum(waiting.num_tokens - cached, 1))
         step_ns = 1e6 * ir.step_target_ms - decodes_ns(ir, ir.cost)
-        may_wait = running.arrived_time + self.patience * ir.state.longest_s > ir.now
-        for row in np.flatnonzero(may_wait & (begun_ns > 0)).tolist():
+        for row in patient:
             tenant, priority = running.tenant[row], running.priority[row]
             is_own = (running.tenant == tenant) & (running.priority >= priority)
             begun_shorter_ns = float(begun_ns.sum(where=is_own & (left < left[row])))
