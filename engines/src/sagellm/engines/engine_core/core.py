@@ -447,9 +447,10 @@ class EngineCore(EngineProtocol):
             has_more |= np.isin(result.seats, [*result.logprobs, *result.hidden_states])
         if np.count_nonzero(has_more):
             is_told = runs.counts > 0
-            places, tokens = np.cumsum(is_told) - 1 + first, runs.lists()
+            places, ends = np.cumsum(is_told) - 1 + first, np.cumsum(runs.counts)
             for row in np.flatnonzero(has_more & is_told).tolist():
-                outputs.replace(int(places[row]), self._describe(result, row, tokens[row]))
+                tokens = runs.ids[ends[row] - runs.counts[row] : ends[row]].tolist()
+                outputs.replace(int(places[row]), self._describe(result, row, tokens))
 
     def _take_drafted(self, drafted: DraftedRows) -> None:
         """Give back the blocks of refused drafts, and learn from what was accepted."""

@@ -242,7 +242,10 @@ class KVCacheManager:
             return num_steps
         if total > self._pool.get_free_blocks():
             return self._reserve_each(seats, num_tokens, num_fitting, num_steps)
-        for place in needed.nonzero()[0].tolist():
+        places = needed.nonzero()[0]
+        if total == len(places) >= _MANY and self._append_each(seats[places]):
+            return num_steps
+        for place in places.tolist():
             seat = Seat(seats.item(place))
             table.append_blocks(seat, self._allocate(table.sequences[seat], needed.item(place)))
         return num_steps

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from hashlib import blake2b
 
 from sagellm.core import TokenIds
 
@@ -12,7 +11,7 @@ class BlockContents:
     """Gives equal numbers to blocks if all tokens up to their end, and the tenants, are equal."""
 
     def __init__(self, block_size: int) -> None:
-        self._numbers: dict[tuple[int, bytes], int] = {}
+        self._numbers: dict[tuple[int, int], int] = {}  # by the block before and the hash of the tokens
         self._block_bytes = 4 * block_size
 
     def path(self, tokens: TokenIds, tenant: str) -> array[int]:
@@ -21,7 +20,6 @@ class BlockContents:
         path = array("q")
         parent = hash(tenant)
         for begin in range(0, len(data) // size * size, size):
-            digest = blake2b(data[begin : begin + size], digest_size=16).digest()
-            parent = numbers.setdefault((parent, digest), len(numbers))
+            parent = numbers.setdefault((parent, hash(data[begin : begin + size])), len(numbers))
             path.append(parent)
         return path
