@@ -5,7 +5,8 @@ second, steps a second, and microseconds for each, of CPU time. Loads are those 
 what FCFS carries: Azure's conversations, chats of several turns, agents behind long prompts and tenants, each
 under first come, first served without a predictor and under the default pipeline with the default predictor;
 and Mooncake's conversations, if `conversation_trace.jsonl` (https://github.com/kvcache-ai/Mooncake,
-Apache-2.0) is in `--traces`, plain or compressed. `digest` is of what became of each request: it stays the
+Apache-2.0) is in `--traces`, plain or compressed. `foreign_cores` are those that other processes kept busy
+before and after: on a shared machine a core is slower. `digest` is of what became of each request: it stays the
 same as long as results do.
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-from common import output_flags, publish, spread
+from common import foreign_cores, output_flags, publish, spread
 from policies import (
     AZURE,
     COST,
@@ -128,8 +129,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     output_flags(parser, "simulator")
     options = parser.parse_args()
+    busy = foreign_cores()
     rows = list(run(options))
-    publish("simulator", table(rows), options, requests=options.requests, runs=rows)
+    figures = {"requests": options.requests, "foreign_cores": [busy, foreign_cores()], "runs": rows}
+    publish("simulator", table(rows), options, **figures)
 
 
 if __name__ == "__main__":

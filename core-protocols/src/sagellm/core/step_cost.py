@@ -31,12 +31,10 @@ class StepWork(NamedTuple):
     @classmethod
     def of(cls, starts: Ints, num_new: Ints) -> Self:
         """Return the work of rows that compute `num_new` tokens after their first `starts`, each (rows,)."""
-        import numpy as np
-
         ends = starts + num_new
-        num_pairs = int(num_new.astype(np.int64).dot(starts + ends)) // 2
-        num_tokens, num_kv_tokens = int(np.add.reduce(num_new)), int(np.add.reduce(ends, dtype=np.int64))
-        return cls(num_tokens, len(ends), num_kv_tokens, num_pairs, int(np.count_nonzero(num_new > 1)))
+        num_pairs = int(num_new.astype("int64").dot(starts + ends)) // 2
+        num_prefills = int((num_new > 1).sum())
+        return cls(int(num_new.sum()), len(ends), int(ends.sum(dtype="int64")), num_pairs, num_prefills)
 
 
 @dataclass(frozen=True, kw_only=True)
