@@ -5,9 +5,9 @@ second, steps a second, and microseconds for each, of CPU time. Loads are those 
 what FCFS carries: Azure's conversations, chats of several turns, agents behind long prompts and tenants, each
 under first come, first served without a predictor and under the default pipeline with the default predictor;
 and Mooncake's conversations, if `conversation_trace.jsonl` (https://github.com/kvcache-ai/Mooncake,
-Apache-2.0) is in `--traces`, plain or compressed. `foreign_cores` are those that other processes kept busy
-before and after: on a shared machine a core is slower. `digest` is of what became of each request: it stays the
-same as long as results do.
+Apache-2.0) is in `--traces`, plain or compressed. `digest` is of what became of each request: it stays the
+same as long as results do. `foreign_cores` are those that other processes kept busy before and after: on a
+shared machine a core is slower.
 """
 
 from __future__ import annotations
