@@ -376,7 +376,7 @@ class EngineCore(EngineProtocol):
         step = self.steps.take_last()
         if step is None or not len(step.seats):
             return
-        works = [work_of(step)] if step.num_steps == 1 else decode_works(step.starts, step.num_steps)
+        works = [work_of(step)] if step.num_steps == 1 else [*decode_works(step.starts, step.num_steps)]
         self._work = works[-1]
         for work, took_ns in zip(works, self.steps.last_ns, strict=True):
             self.parts.cost_fit.add(work, took_ns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -41,15 +41,13 @@ def work_of(step: StepInput) -> StepWork:
     return work._replace(num_prefills=int(np.count_nonzero(step.num_new - step.drafts.counts > 1)))
 
 
-def decode_works(starts: Ints, num_steps: int) -> list[StepWork]:
-    """Return the work of decodes after their first `starts` tokens, and of those after them: (rows,)."""
+def decode_works(starts: Ints, num_steps: int) -> Iterator[StepWork]:
+    """Yield the work of decodes after their first `starts` tokens, and of those after them: (rows,)."""
     num_rows = len(starts)
     num_kv_tokens = int(starts.sum(dtype=np.int64)) + num_rows
     num_pairs = num_kv_tokens - -(-num_rows // 2)  # each token with those before it, and half with itself
-    return [
-        StepWork(num_rows, num_rows, num_kv_tokens + more, num_pairs + more)
-        for more in range(0, num_steps * num_rows, num_rows)
-    ]
+    for more in range(0, num_steps * num_rows, num_rows):
+        yield StepWork(num_rows, num_rows, num_kv_tokens + more, num_pairs + more)
 
 
 class StepCostFit:
