@@ -4,7 +4,7 @@ P is an interpreter with vLLM 0.32 for CPUs, `sagellm-adapters` and `sagellm-evi
 (docs/adapters.md).
 
     outputs     256 greedy requests with KV for a few of them, so that many are preempted; float32. Under
-                vLLM's order, ours has to say the same and preempt as often; the second pair overlaps steps
+                vLLM's order, ours has to say the same and preempt as often; the second pair is AsyncScheduler
     order       the same requests at once under `order=shortest`: who is admitted when, beside their lengths
     step        `schedule` with N running, step by step in turns: all decode, the same with a full queue, and
                 with requests that end and others that take their place
@@ -93,7 +93,8 @@ def _loaded(options: argparse.Namespace, folder: str, *, is_async: bool) -> Conv
     if not model.exists():
         make_checkpoint(model, family="qwen3", seed=0, dtype="float32", **MODEL)
     peer = _vllm(options)
-    peer.ask("load", str(model), is_async, options.threads)
+    overlaps = peer.ask("load", str(model), is_async, options.threads)["overlaps"]
+    print(f"AsyncScheduler: {is_async}, and steps overlap: {overlaps}", flush=True)
     return peer
 
 
@@ -154,10 +155,13 @@ def step_times(options: argparse.Namespace) -> dict[str, Any]:
         (8, 32, 128, 256), (("decode", 0, 10_000), ("full queue", 1, 10_000), ("churn", 1, 64))
     ):
         took = peer.ask("steps", PASSES, running, waiting * running, ends_after, options.steps)
-        both = {name: spread(values, 1) for name, values in took.items()}
-        ratio = both["ours"]["median"] / both["stock"]["median"]
-        mean = fmean(took["ours"]) / fmean(took["stock"])
-        rows.append({"running": running, "load": load, **both, "ratio": ratio, "mean_ratio": mean})
+        row: dict[str, Any] = {"running": running, "load": load}
+        for place, clock in enumerate(("", "cpu_")):
+            both = {name: [each[place] for each in values] for name, values in took.items()}
+            row |= {f"{clock}{name}_us": spread(values, 1) for name, values in both.items()}
+            row[f"{clock}ratio"] = median(both["ours"]) / median(both["stock"])
+            row[f"{clock}mean_ratio"] = fmean(both["ours"]) / fmean(both["stock"])
+        rows.append(row)
     peer.end()
     return {"passes": PASSES, "rows": rows}
 
@@ -177,20 +181,27 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
                 ran = peer.ask("run", None if name == "stock" else PASSES, asked, MANY_BLOCKS)
                 assert not ran["failures"], ran["failures"]
                 seconds[name].append(ran["seconds"])
+                seconds[f"cpu_{name}"].append(ran["cpu_seconds"])
                 num_tokens = ran["output_tokens"]
         peer.end()
-    logs = [math.log(stock / ours) for stock, ours in zip(seconds["stock"], seconds["ours"], strict=True)]
-    half = float(student.ppf(0.975, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
     return {
         "passes": PASSES,
         "requests": len(asked),
         "output_tokens": num_tokens,
-        "pairs": len(logs),
-        "tokens_per_s": {name: num_tokens / median(took) for name, took in seconds.items()},
-        "ratio": math.exp(fmean(logs)),
-        "interval_95": [math.exp(fmean(logs) - half), math.exp(fmean(logs) + half)],
+        "pairs": len(seconds["ours"]),
+        "tokens_per_s": {name: num_tokens / median(seconds[name]) for name in ("stock", "ours")},
+        **_ratio(seconds["stock"], seconds["ours"]),
+        "of_cpu": _ratio(seconds["cpu_stock"], seconds["cpu_ours"]),
         "seconds": seconds,
     }
+
+
+def _ratio(stock: list[float], ours: list[float]) -> dict[str, Any]:
+    """Return how many times as much ours does in a second, and the interval that has it with 95 %."""
+    logs = [math.log(one / other) for one, other in zip(stock, ours, strict=True)]
+    half = float(student.ppf(0.975, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
+    mean = fmean(logs)
+    return {"ratio": math.exp(mean), "interval_95": [math.exp(mean - half), math.exp(mean + half)]}
 
 
 def _kept_seconds(options: argparse.Namespace) -> dict[str, list[float]]:
@@ -200,7 +211,7 @@ def _kept_seconds(options: argparse.Namespace) -> dict[str, list[float]]:
         if (kept.get("passes"), kept.get("requests")) == (PASSES, options.requests):
             found: dict[str, list[float]] = kept["seconds"]
             return found
-    return {"stock": [], "ours": []}
+    return {name: [] for name in ("stock", "ours", "cpu_stock", "cpu_ours")}
 
 
 def eviction(options: argparse.Namespace) -> dict[str, Any]:
@@ -218,7 +229,7 @@ def eviction(options: argparse.Namespace) -> dict[str, Any]:
 
 def _outputs_text(found: dict[str, Any]) -> str:
     return "\n".join(
-        f"outputs of {found['requests']} requests, {'overlapped' if row['async'] else 'one after another'}: "
+        f"outputs of {found['requests']} requests, {'AsyncScheduler' if row['async'] else 'Scheduler'}: "
         f"{'equal' if row['equal_outputs'] else 'NOT EQUAL'}; preemptions {row['preemptions']}"
         for row in found["rows"]
     )
@@ -230,10 +241,14 @@ def _order_text(found: dict[str, Any]) -> str:
 
 
 def _step_text(found: dict[str, Any]) -> str:
-    head = f"{'RUNNING':>8}  {'LOAD':12}{'STOCK':>10}{'P99':>10}{'OURS':>10}{'P99':>10}{'RATIO':>8}  µs"
+    head = (
+        f"{'RUNNING':>8}  {'LOAD':12}{'STOCK':>10}{'P99':>10}{'OURS':>10}{'P99':>10}{'RATIO':>8}"
+        f"{'OF CPU':>8}{'MEANS':>8}  µs"
+    )
     rows = (
-        f"{row['running']:>8}  {row['load']:12}{row['stock']['median']:>10}{row['stock']['p99']:>10}"
-        f"{row['ours']['median']:>10}{row['ours']['p99']:>10}{row['ratio']:>8.2f}"
+        f"{row['running']:>8}  {row['load']:12}{row['stock_us']['median']:>10}{row['stock_us']['p99']:>10}"
+        f"{row['ours_us']['median']:>10}{row['ours_us']['p99']:>10}{row['ratio']:>8.2f}"
+        f"{row['cpu_ratio']:>8.2f}{row['cpu_mean_ratio']:>8.2f}"
         for row in found["rows"]
     )
     return "\n".join((head, *rows))
@@ -243,7 +258,7 @@ def _throughput_text(found: dict[str, Any]) -> str:
     low, high = found["interval_95"]
     return (
         f"throughput, ours ÷ stock: {found['ratio']:.3f} (95 %: {low:.3f} to {high:.3f}) "
-        f"of {found['pairs']} pairs"
+        f"of {found['pairs']} pairs; of CPU time {found['of_cpu']['ratio']:.3f}"
     )
 
 

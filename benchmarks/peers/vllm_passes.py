@@ -38,6 +38,7 @@ from sagellm.core import VirtualClock
 _CHUNK = 512  # tokens
 STOCK_POLICIES = ("lru", "arc")
 LLM: list[Any] = []  # at most one in a process
+IS_ASYNC: list[bool] = []  # whether its schedulers are those for overlapped steps
 
 
 def passes_of(text: str) -> dict[str, Any]:
@@ -45,8 +46,10 @@ def passes_of(text: str) -> dict[str, Any]:
     return {"sagellm": {"passes": text}}
 
 
-def steps(passes: str, running: int, waiting: int, ends_after: int, num_steps: int) -> dict[str, list[float]]:
-    """Return the microseconds of `schedule` in both, step by step in turns.
+def steps(
+    passes: str, running: int, waiting: int, ends_after: int, num_steps: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the microseconds of `schedule` in both, step by step in turns: wall and CPU.
 
     Each request ends after so many output tokens, at times spread evenly, and one takes its place.
     """
@@ -54,13 +57,13 @@ def steps(passes: str, running: int, waiting: int, ends_after: int, num_steps: i
         "stock": make_scheduler(running, running * 80 + 64, 8192),
         "ours": make_scheduler(running, running * 80 + 64, 8192, Scheduler, passes_of(passes)),
     }
-    took: dict[str, list[float]] = {name: [] for name in both}
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in both}
     loads = {name: _Load(scheduler, running + waiting, ends_after) for name, scheduler in both.items()}
     for number in range(-2 * max(ends_after if ends_after < 1000 else 0, 10), num_steps):
         for name, load in loads.items():
-            spent_us = load.step()
+            spent = load.step()
             if number >= 0:
-                took[name].append(spent_us)
+                took[name].append(spent)
     return took
 
 
@@ -70,6 +73,7 @@ class _Load:
     def __init__(self, scheduler: Stock, num_requests: int, ends_after: int) -> None:
         self._scheduler, self._num_requests, self._ends_after = scheduler, num_requests, ends_after
         self._rng, self._number = random.Random(7), 0
+        self._schedule, self._cpu_ns = scheduler.schedule, 0
         self._add()
         while scheduler._inflight_prefills or len(scheduler.running) < scheduler.max_num_running_reqs:
             step(scheduler)
@@ -85,9 +89,18 @@ class _Load:
             self._scheduler.add_request(request)
             self._number += 1
 
-    def step(self) -> float:
+    def step(self) -> tuple[float, float]:
+        """Run a step; return the microseconds of `schedule`: of wall time, and of this thread's CPU time."""
         self._add()
-        return step(self._scheduler)[0]
+        self._scheduler.schedule = self._timed
+        wall_us, _ = step(self._scheduler)
+        return wall_us, self._cpu_ns / 1000
+
+    def _timed(self) -> Any:
+        begun_ns = time.thread_time_ns()
+        planned = self._schedule()
+        self._cpu_ns = time.thread_time_ns() - begun_ns
+        return planned
 
 
 def load(model: str, is_async: bool, num_threads: int) -> dict[str, Any]:  # noqa: FBT001
@@ -110,13 +123,15 @@ def load(model: str, is_async: bool, num_threads: int) -> dict[str, Any]:  # noq
             seed=0,
         )
     )
-    return {"torch": __import__("torch").__version__}
+    IS_ASYNC.append(is_async)
+    return {"overlaps": bool(LLM[0].llm_engine.vllm_config.scheduler_config.async_scheduling)}
 
 
 def run(passes: str | None, requests: list[list[int]], num_blocks: int, *, is_shown: bool = True) -> Any:
     """Answer requests (seed, prompt tokens, output tokens) under a new scheduler; None: vLLM's own.
 
-    Returns seconds, preemptions, a digest of all outputs, and who was admitted in which order.
+    Returns seconds, those of CPU in all threads, preemptions, a digest of all outputs, and who was admitted
+    in which order.
     """
     (llm,) = LLM
     core = llm.llm_engine.engine_core.engine_core
@@ -127,17 +142,18 @@ def run(passes: str | None, requests: list[list[int]], num_blocks: int, *, is_sh
         vllm.SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False)
         for _, _, num_output in requests
     ]
-    begun = time.perf_counter()
+    begun, cpu_begun = time.perf_counter(), time.process_time()
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    took_s = time.perf_counter() - begun
+    took_s, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_begun
     tokens = [list(each.outputs[0].token_ids) for each in outputs]
     return {
         "scheduler": f"{type(scheduler).__module__}.{type(scheduler).__name__}",
         "seconds": took_s,
+        "cpu_seconds": cpu_s,
         "output_tokens": sum(map(len, tokens)),
         "digest": hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16],
         "preemptions": None if seen is None else seen.num_preempted,
-        "admitted": None if seen is None else seen.admitted,
+        "admitted": None if seen is None else [each - min(seen.admitted) for each in seen.admitted],
         "failures": dict(getattr(scheduler, "pass_failures", {})),
         "passes": [vars(each) for each in scheduler.pass_metrics()] if passes is not None else [],
     }
@@ -145,7 +161,7 @@ def run(passes: str | None, requests: list[list[int]], num_blocks: int, *, is_sh
 
 def _like(old: Stock, passes: str | None, num_blocks: int) -> Stock:
     """Make a scheduler in the place of another, with a cache of its own."""
-    config, is_async = old.vllm_config, isinstance(old, StockAsync)
+    config, is_async = old.vllm_config, IS_ASYNC[0]
     config.additional_config = {} if passes is None else passes_of(passes)
     ours, stock = (AsyncScheduler, StockAsync) if is_async else (Scheduler, Stock)
     return (stock if passes is None else ours)(
