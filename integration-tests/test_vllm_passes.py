@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 from suite import ROOT
 
+from sagellm.adapters.export.vllm import VLLMAdapter
 from sagellm.engines.testing import make_checkpoint
+from sagellm.testing.engine_adapter import KIT_SETTINGS
 
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
 FLAGS = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
@@ -120,6 +122,17 @@ def test_outputs_are_stocks_with_preemption_and_the_shortest_comes_first_if_aske
     lengths = [requests[index][1] for index in shortest["admitted"]]
     assert lengths == sorted(lengths)
     assert not shortest["failures"]
+
+
+def test_vllm_reads_what_we_export(vllm):
+    settings = {key: value[0] if isinstance(value, tuple) else value for key, value in KIT_SETTINGS.items()}
+    adapter = VLLMAdapter()
+    arguments = adapter.export("MODEL", {key: settings[key] for key in adapter.knobs()}).arguments
+    names = ["scheduler_cls", "additional_config", "max_num_seqs", "block_size", "kv_cache_dtype", "port"]
+    scheduler, additional, *others = vllm.ask("parsed", arguments[2:], names)
+    assert scheduler == "sagellm.adapters.vllm.AsyncScheduler"
+    assert additional["sagellm"]["passes"].startswith("order=shortest,share=fair-share,preempt=memory-aware")
+    assert others == [8, 64, "fp8", 8100]
 
 
 def test_an_eviction_policy_of_ours_evicts_what_vllms_own_of_that_name_evicts(vllm, tmp_path):

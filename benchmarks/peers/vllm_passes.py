@@ -271,6 +271,16 @@ def plans(passes: str | None, seed: int, is_async: bool) -> list[Any]:  # noqa: 
     return [*found, {"free_blocks": num_free, "waiting": len(scheduler.waiting)}]
 
 
+def parsed(arguments: list[str], names: list[str]) -> list[Any]:
+    """Return what `vllm serve` reads from a command line, by name."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    found = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    plain = (getattr(found, name) for name in names)
+    return [vars(each) if hasattr(each, "__dict__") else each for each in plain]
+
+
 def _sampled(scheduler: Stock, planned: Any) -> Any:
     from vllm.v1.outputs import ModelRunnerOutput
 
@@ -285,7 +295,9 @@ def _sampled(scheduler: Stock, planned: Any) -> Any:
     )
 
 
-_CALLS: dict[str, Callable[..., Any]] = {each.__name__: each for each in (load, plans, replay, run, steps)}
+_CALLS: dict[str, Callable[..., Any]] = {
+    each.__name__: each for each in (load, parsed, plans, replay, run, steps)
+}
 
 
 def ask(what: str, *arguments: Any) -> Any:

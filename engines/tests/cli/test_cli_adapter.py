@@ -27,6 +27,11 @@ def test_what_is_set_is_exported_and_defaults_are_left_to_the_engine(sage, tmp_p
     assert '"eviction_policy": "qos{within=lru}"' in text
 
 
+def test_values_are_those_of_the_engine(sage):
+    for name, flag in (("vllm", "--kv-cache-dtype fp8"), ("tgi", "--kv-cache-dtype fp8_e4m3fn")):
+        assert flag in sage("llm", "adapter", "show", name, "--model", "m", "--kv-cache-dtype", "fp8").out
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -12,7 +12,7 @@ from sagellm.core.protocols.engine_adapter import EngineAdapterProtocol, EngineC
 
 KIT_SETTINGS: dict[str, Any] = {
     "kv.block_size": 64,
-    "kv.dtype": ("fp8", "int8"),
+    "kv.dtype": ("float8_e4m3fn", "int8"),
     "kv.memory_fraction": 0.5,
     "kv.num_blocks": 512,
     "kv.tiers": {"host": 1 << 30},

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 from sagellm.core import ConfigError
 from sagellm.core.protocols.engine_adapter import EngineAdapterProtocol, EngineCommand
 
+FP8 = "float8_e4m3fn"
+"""What a setting that says fp8 has as its value."""
+
 
 class Flag(NamedTuple):
     """A flag of another engine: `write` turns our value into its arguments, `check` says what it must be."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sagellm.adapters.export.flags import Flag, FlagAdapter
+from sagellm.adapters.export.flags import FP8, Flag, FlagAdapter
 
 _OWN_ORDER = "its router serves in order of arrival and takes no passes; leave the setting out"
 
@@ -14,7 +14,7 @@ class TGIAdapter(FlagAdapter):
         "kv.dtype": Flag(
             "--kv-cache-dtype",
             lambda _: ("fp8_e4m3fn",),
-            lambda value: value == "fp8",
+            lambda value: value == FP8,
             "fp8; without the setting it is the model's",
         ),
         "model.dtype": Flag(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sagellm.adapters.export.flags import Flag, FlagAdapter
+from sagellm.adapters.export.flags import FP8, Flag, FlagAdapter
 from sagellm.adapters.pass_settings import PassSettings
 from sagellm.core import ConfigError, ProviderSpec
 from sagellm.core.protocols.engine_adapter import EngineCommand
@@ -30,7 +30,10 @@ class VLLMAdapter(FlagAdapter):
             possible="a multiple of 16, and of 32 on CPUs",
         ),
         "kv.dtype": Flag(
-            "--kv-cache-dtype", check=lambda value: value in ("auto", "fp8"), possible="auto or fp8"
+            "--kv-cache-dtype",
+            lambda value: ("fp8",) if value == FP8 else (value,),
+            lambda value: value in ("auto", FP8),
+            "auto or fp8",
         ),
         "kv.num_blocks": Flag("--num-gpu-blocks-override"),
         "model.dtype": Flag("--dtype"),
