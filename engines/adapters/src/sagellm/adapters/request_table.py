@@ -147,23 +147,19 @@ class RequestTable(Generic[R]):
         """
         if running != self._running:  # compares identities: 1 µs for 256
             self._running = list(running)  # a new list: earlier rows keep theirs
-            rows = map(self.row_of, self._running)
-            self._running_index = np.fromiter(rows, np.int32, len(self._running))
+            index = map(self.row_of, self._running)
+            self._running_index = np.fromiter(index, np.int32, len(self._running))
             self._running_kept = {}
         requests = self._running
         columns = _Columns(
             self._fixed,
             num_tokens=_Read(self._num_schedulable, requests),
             num_computed_tokens=_Read(_NUM_COMPUTED, requests),
-            num_blocks=_Read(self._num_blocks, requests),
             last_scheduled_step=self.last_step,
         )
-        return RunningRows(
-            columns, self._running_index, self._as_object, self._running_kept, has_prompts=has_prompts
-        )
-
-    def _num_blocks(self, request: R) -> int:
-        return -(-request.num_computed_tokens // self._block_size)
+        rows = RunningRows(columns, self._running_index, self._as_object, self._running_kept)
+        rows.block_size, rows.has_prompts = self._block_size, has_prompts
+        return rows
 
     def running(self) -> Sequence[R]:
         """Return the requests of the last `running_rows`, by position."""
@@ -227,18 +223,23 @@ class _Read(Generic[R]):
 
 
 class RunningRows(RequestRows):
-    """Rows that know without a look at them whether a prompt is among them."""
+    """Rows that know without a look at them whether a prompt is among them; blocks follow from tokens."""
 
-    __slots__ = ("_has_prompts",)
+    __slots__ = ("block_size", "has_prompts")
 
-    def __init__(self, *arguments: Any, has_prompts: bool) -> None:
-        super().__init__(*arguments)
-        self._has_prompts = has_prompts
+    block_size: int
+    has_prompts: bool
 
     @property
     def num_prefills(self) -> int:
         """Rows that can compute several tokens, of a prompt."""
-        return super().num_prefills if self._has_prompts else 0
+        return super().num_prefills if self.has_prompts else 0
+
+    @property
+    def num_blocks(self) -> Ints:  # type: ignore[override]
+        """Blocks that the computed tokens of each fill or begin."""
+        num: Ints = -(-self.num_computed_tokens // self.block_size)
+        return num
 
 
 class _Columns(dict[str, Any]):
