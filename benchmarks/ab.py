@@ -11,12 +11,13 @@ simulated, none is resampled from another's outcomes.
 2. `planted`: steps that take 1.02 times as long against such that do not: with the same seed, as `ab` pairs
    runs, and with another. How often an interval excludes 0, and how often it holds the truth, which is that
    of all loads together.
-3. `rules`: other intervals and lengths of blocks, on the loads by which ours was chosen: loads 0 to 99. A
-   choice is flattered by the loads that it was made on, so 1 and 2 are judged on others, from load 100 on.
+3. `rules`: other intervals and lengths of blocks.
+
+A choice is flattered by the loads that it was made on. What `ab` computes was chosen by loads 0 to 99, on
+which 2 and 3 are (named so); 1 is on those and, by itself, on others, from load 100 on.
 
 Outcomes are kept in `--outcomes FILE`, so that a study can be made in parts: what the file lacks is
-simulated, and `--seconds S` stops after a while. `--loads N` is the number of loads that judge, and of those
-that chose; `--planted-loads N` judge 2.
+simulated, and `--seconds S` stops after a while.
 """
 
 from __future__ import annotations
@@ -234,28 +235,23 @@ Outcomes = dict[Job, Rows]
 
 
 class Loads(NamedTuple):
-    """Which loads judge equal configurations and slower steps, and which the interval was chosen by."""
+    """Which loads judge equal configurations, and by which the interval was chosen."""
 
-    null: range
-    planted: range
+    judging: range
     choosing: range
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Loads:
         """Choose as the flags say."""
-        first = NUM_CHOOSING
         return cls(
-            range(first, first + options.loads),
-            range(first, first + min(options.loads, options.planted_loads)),
-            range(min(options.loads, NUM_CHOOSING)),
+            range(NUM_CHOOSING, NUM_CHOOSING + options.judging), range(min(options.choosing, NUM_CHOOSING))
         )
 
     def jobs(self) -> Iterator[Job]:
         """Yield all simulations of the study."""
-        yield from null_jobs(self.null)
+        yield from null_jobs(self.judging)
         yield from null_jobs(self.choosing, SERVED)
-        for loads in (self.planted, self.choosing):
-            yield from planted_jobs(loads)
+        yield from planted_jobs(self.choosing)
 
 
 def simulate_all(options: argparse.Namespace) -> Outcomes:
@@ -300,10 +296,10 @@ def share(values: list[bool]) -> float:
     return round(100 * sum(values) / len(values), 1)
 
 
-def judge_null(outcomes: Outcomes, loads: range) -> list[dict[str, Any]]:
+def judge_null(outcomes: Outcomes, loads: range, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
     """Count false alarms of seed 1 against seed 2."""
     rows = []
-    for kind in KINDS:
+    for kind in kinds:
         metrics = SERVING_METRICS if kind in SERVED else CACHE_METRICS
         found = [
             intervals(outcomes, Job(kind, load, SIZE, 1, 1.0), Job(kind, load, SIZE, 2, 1.0), metrics)
@@ -447,8 +443,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--loads", type=int, default=100, help="default: %(default)s")
-    parser.add_argument("--planted-loads", type=int, default=100, help="default: %(default)s")
+    parser.add_argument("--judging", type=int, default=100, help="loads that judge; default: %(default)s")
+    parser.add_argument("--choosing", type=int, default=100, help="loads that chose; default: %(default)s")
     parser.add_argument(
         "--outcomes", type=Path, default=Path("ab-outcomes.jsonl"), help="default: %(default)s"
     )
@@ -463,9 +459,10 @@ def main() -> None:
         print(f"{num_missing} simulations are missing; run it again")
         return
     parts = {
-        "null": judge_null(outcomes, loads.null),
-        "planted": judge_planted(outcomes, loads.planted),
-        "rules": judge_rules(outcomes, loads.choosing),
+        "null": judge_null(outcomes, loads.judging, tuple(KINDS)),
+        "null_choosing": judge_null(outcomes, loads.choosing, SERVED),
+        "planted_choosing": judge_planted(outcomes, loads.choosing),
+        "rules_choosing": judge_rules(outcomes, loads.choosing),
     }
     publish("ab", text_of(parts), options, factor=PLANTED, **parts)
 
