@@ -110,7 +110,9 @@ def test_planning_once_changes_no_result(seed, num_blocks, monkeypatch):
         each.scheduler.num_steps,
         each.scheduler.num_scheduled_tokens,
     )
-    is_charged = seed % 3 and "share=none" not in str(PASSES[seed % len(PASSES)])  # several tenants, each step
+    is_charged = seed % 3 and "share=none" not in str(
+        PASSES[seed % len(PASSES)]
+    )  # several tenants, each step
     assert num_blocks < 300 or is_charged or len(plans) - num_each < 0.7 * num_each
 
 
