@@ -93,7 +93,7 @@ def test_lmdeploy_and_tgi_get_the_settings_that_they_have():
         (VLLMAdapter(), {"scheduler.max_num_seq": 5}, "Did you mean"),
         (NullEngineAdapter(), {"server.port": 1}, "no setting of ours"),
     ],
-    ids=lambda value: "" if isinstance(value, dict) else str(value),
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_an_engine_has_not_is_refused_with_the_reason(adapter, settings, why):
     with pytest.raises(ConfigError, match=why):
