@@ -53,7 +53,7 @@ PASSES = (
 )
 
 
-def load(seed: int, num_requests: int = 60) -> list[TraceRequest]:
+def load(seed: int, num_requests: int = 40) -> list[TraceRequest]:
     """Make requests that share beginnings, with pauses in which those that run decode alone."""
     rng = Random(seed)
     common = [[rng.randrange(3, 4000) for _ in range(200)] for _ in range(4)]
