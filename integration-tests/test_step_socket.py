@@ -218,16 +218,18 @@ def test_a_worker_behind_a_socket_gives_the_outputs_of_one_in_this_process(check
         memory.close()
         memory.unlink()
     check_used(StepInput, [step for step, _ in steps])
-    check_used(StepOutput, outputs)
+    check_used(StepOutput, outputs, "took_ns")  # of several steps, which no worker behind a socket computes
     assert isinstance(outputs[3].errors[0], BadLogitsError)
     masked = outputs[1].tokens.lists()[0]
     assert 40 <= outputs[0].tokens.lists()[2][0] < 60
     assert len(masked) == 1 or 35 <= masked[1] < 60
 
 
-def check_used(kind: Any, values: list[Any]) -> None:
-    """Check that each field of a type has something in it in one of the values."""
+def check_used(kind: Any, values: list[Any], *unused: str) -> None:
+    """Check that each other field of a type has something in it in one of the values."""
     for each in dataclasses.fields(kind):
+        if each.name in unused:
+            continue
         found = [getattr(value, each.name) for value in values]
         assert any(len(one) if hasattr(one, "__len__") else one for one in found if one is not None), (
             each.name

@@ -105,7 +105,7 @@ def test_what_is_refused_changes_no_pass(engine, sage):
 def test_scheduler_stats_have_passes_the_cost_of_a_step_and_its_target(engine, sage):
     shown = sage("llm", "scheduler", "stats", "--json").json
     assert [each["name"] for each in shown["passes"]] == ["shortest", "fair-share", "chunked-prefill"]
-    assert all(each["num_runs"] == shown["num_steps"] for each in shown["passes"])
+    assert all(0 < each["num_runs"] <= shown["num_steps"] for each in shown["passes"])  # they rest, too
     assert shown["step_target_ms"] == 250.0
     assert shown["step_cost_token_us"] >= 0
     text = sage("llm", "scheduler", "stats").out

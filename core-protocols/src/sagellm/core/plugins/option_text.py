@@ -17,10 +17,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, nearest
 
 MAX_CHARACTERS = 64 << 10
 _MAX_DEPTH = 32
@@ -72,6 +72,34 @@ def slot_of(item: Any) -> tuple[str, Any]:
     """Return the slot and the provider of `slot=name{…}`; the slot of anything else is ""."""
     match = _SLOT.fullmatch(item) if isinstance(item, str) else None
     return (match[1], match[2].rstrip()) if match else ("", item)
+
+
+def read_slots(items: Any, key: str, slots: Sequence[str]) -> dict[str, Any]:
+    """Return what `order=priority,mine{limit=3},share=none` names: by slot, and the others as `passes`.
+
+    Takes the items of such a text too, and anything else as `passes`. `slots` are those that there are.
+    Raises ConfigError, which begins with the setting's key.
+    """
+    if isinstance(items, str):
+        try:
+            items = split(items)
+        except ConfigError as error:
+            raise ConfigError(f"{key} cannot be read: {error}") from None
+    if not isinstance(items, list | tuple):
+        return {"passes": items}
+    pairs = list(map(slot_of, items))
+    named = [slot for slot, _ in pairs if slot]
+    for slot in named:
+        if slot not in slots:
+            raise ConfigError(
+                f"{key} names the stage {slot!r}; the stages are {', '.join(slots)}; name a pass without a "
+                f"stage alone.{nearest(slot, slots)}"
+            )
+        if named.count(slot) > 1:
+            raise ConfigError(f"{key} has the stage {slot} twice; give it once")
+    return {slot: each for slot, each in pairs if slot} | {
+        "passes": tuple(each for slot, each in pairs if not slot)
+    }
 
 
 def _value_text(value: Any) -> str:

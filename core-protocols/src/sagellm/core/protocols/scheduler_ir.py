@@ -9,8 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
-from sagellm.core.errors import ConfigError, InvalidInputError, nearest
-from sagellm.core.plugins.option_text import slot_of, split
+from sagellm.core.errors import ConfigError, InvalidInputError
 from sagellm.core.plugins.options import check_fields
 from sagellm.core.protocols.request_rows import PrefixHit, Probe, RequestRows, ScheduleRequest
 from sagellm.core.step_cost import StepCost
@@ -424,34 +423,6 @@ class SchedulerPassProtocol(ABC):
 
 STAGES = ("order", "share", "preempt", "chunk")
 """The passes that have a place of their own in the pipeline."""
-
-
-def read_passes(passes: Any, key: str) -> dict[str, Any]:
-    """Return what `order=priority,mine{limit=3},share=none` names: by stage, and the others as `passes`.
-
-    Takes the items of such a text too, and anything else as `passes`. Raises ConfigError, which begins with
-    the setting's key.
-    """
-    if isinstance(passes, str):
-        try:
-            passes = split(passes)
-        except ConfigError as error:
-            raise ConfigError(f"{key} cannot be read: {error}") from None
-    if not isinstance(passes, list | tuple):
-        return {"passes": passes}
-    slots = list(map(slot_of, passes))
-    stages = [stage for stage, _ in slots if stage]
-    for stage in stages:
-        if stage not in STAGES:
-            raise ConfigError(
-                f"{key} names the stage {stage!r}; the stages are "
-                f"{', '.join(STAGES)}; name a pass without a stage alone.{nearest(stage, STAGES)}"
-            )
-        if stages.count(stage) > 1:
-            raise ConfigError(f"{key} has the stage {stage} twice; give it once")
-    return {stage: each for stage, each in slots if stage} | {
-        "passes": tuple(each for stage, each in slots if not stage)
-    }
 
 
 def in_pipeline_order(stages: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal, Self
 
 from sagellm.core import ConfigError, InvalidInputError, ProviderSpec, StepCost
 from sagellm.core.errors import nearest
+from sagellm.core.plugins.option_text import read_slots
 from sagellm.core.plugins.options import Limits, check_fields
-from sagellm.core.protocols.scheduler_ir import STAGES, in_pipeline_order, read_passes
+from sagellm.core.protocols.scheduler_ir import STAGES, in_pipeline_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class PassSettings:
 
 def _pipeline(passes: Any) -> tuple[ProviderSpec, ...]:
     """Return what `order=NAME,NAME{option=value},share=none` names, in the order in which they run."""
-    named = read_passes(passes, "passes")
+    named = read_slots(passes, "passes", STAGES)
     if not isinstance(named["passes"], tuple):
         raise ConfigError(f"passes is {passes!r}; it must be a text such as order=NAME, or a list of names")
     kept = {stage: each for stage, each in named.items() if stage not in STAGES or each != "none"}

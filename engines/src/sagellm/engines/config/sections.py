@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from sagellm.core import ConfigError, ProviderSpec
-from sagellm.core.plugins.option_text import read_value, split
-from sagellm.core.protocols.scheduler_ir import STAGES, in_pipeline_order, read_passes
+from sagellm.core.plugins.option_text import read_slots, read_value, split
+from sagellm.core.protocols.scheduler_ir import STAGES, in_pipeline_order
 from sagellm.engines.config.explain import Aliases, explain
 from sagellm.engines.embedded import EMBEDDED
 from sagellm.engines.sizes import parse_bytes
@@ -336,7 +336,7 @@ class SchedulerConfig(Checked):
         """Also read `order=priority,share=none` among the passes, and "none" as no pass."""
         given = super().with_own_options(values)
         if "passes" in given:
-            given |= read_passes(given["passes"], f"{cls.section}.passes")
+            given |= read_slots(given["passes"], f"{cls.section}.passes", STAGES)
         return given | {stage: None for stage in STAGES if given.get(stage) == "none"}
 
 
