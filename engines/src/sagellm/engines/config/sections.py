@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from sagellm.core import ConfigError, ProviderSpec
 from sagellm.core.plugins.option_text import read_slots, read_value, split
-from sagellm.core.protocols.scheduler_ir import STAGES, in_pipeline_order
+from sagellm.core.protocols.scheduler_ir import STAGES
 from sagellm.engines.config.explain import Aliases, explain
 from sagellm.engines.embedded import EMBEDDED
 from sagellm.engines.sizes import parse_bytes
@@ -328,8 +328,8 @@ class SchedulerConfig(Checked):
     @property
     def pipeline(self) -> tuple[ProviderSpec, ...]:
         """All passes in the order in which they run."""
-        pipeline: tuple[ProviderSpec, ...] = in_pipeline_order(vars(self))
-        return pipeline
+        stages = (self.order, *self.passes, self.share, self.preempt, self.chunk)
+        return tuple(spec for spec in stages if spec is not None)
 
     @classmethod
     def with_own_options(cls, values: Mapping[str, Any]) -> dict[str, Any]:
