@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 from common import foreign_cores, output_flags, publish, spread
-from record_chat import MAX_TOKENS, send_chats
+from record_chat import MAX_TOKENS, chat_with_server
 from served import served
 
 from sagellm.core import Namespace, PluginRegistry, ProviderSpec, VirtualClock
@@ -134,25 +134,12 @@ def shadows(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     path, policies = Path(folder) / "chats.jsonl", options.policies
     flags = (f"--num-blocks={options.num_blocks}", "--max-num-seqs=4", f"--record={path}")
 
-    async def send() -> None:
-        limits = httpx.Limits(max_connections=256)
-        base_url = f"http://127.0.0.1:{options.port}/v1"
-        async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=120) as client:
-
-            async def ask(name: str, messages: list[dict[str, str]], params: dict[str, Any]) -> str:
-                answer = await client.post("/chat/completions", json={"messages": messages, **params})
-                answer.raise_for_status()
-                text: str = answer.json()["choices"][0]["message"]["content"] or ""
-                return text
-
-            await send_chats(ask, options.num_chats, options.rate, seed=3)
-
     shadow = f"--shadow={','.join(policies)}"
     with (
         served(EMBEDDED, options.port, f"--max-model-len={4 * MAX_TOKENS}", shadow, *flags) as engine,
         AdminClient.connect(engine.socket) as admin,
     ):
-        asyncio.run(send())
+        asyncio.run(chat_with_server(options.port, options.num_chats, options.rate))
         time.sleep(1)
         found = admin.call("policies")["shadows"]
     requests = read_trace(path)

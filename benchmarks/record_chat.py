@@ -112,6 +112,21 @@ async def send_chats(ask: Ask, num_requests: int, rate: float, seed: int) -> Non
     await asyncio.gather(*conversations)
 
 
+async def chat_with_server(port: int, num_requests: int, rate: float) -> None:
+    """Send conversations to a server of this machine, always the same ones, all as one tenant."""
+    limits = httpx.Limits(max_connections=256)
+    base_url = f"http://127.0.0.1:{port}/v1"
+    async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=120) as client:
+
+        async def ask(name: str, messages: list[dict[str, str]], params: dict[str, Any]) -> str:
+            answer = await client.post("/chat/completions", json={"messages": messages, **params})
+            answer.raise_for_status()
+            text: str = answer.json()["choices"][0]["message"]["content"] or ""
+            return text
+
+        await send_chats(ask, num_requests, rate, seed=3)
+
+
 def templates() -> dict[str, Callable[[random.Random], str]]:
     """Return what fills each template; the fillings come back."""
     kinds = [kind.many for kind, members in MEMBERS.items() if len(members) >= 12]

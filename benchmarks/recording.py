@@ -20,10 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
 import psutil
 from common import foreign_cores, output_flags, publish, spread
-from record_chat import MAX_TOKENS, send_chats
+from record_chat import MAX_TOKENS, chat_with_server
 from served import served
 
 from sagellm.core import TraceRequest
@@ -107,21 +106,8 @@ def chats(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     path = Path(folder) / "chats.jsonl"
     flags = (f"--num-blocks={options.num_blocks}", "--max-num-seqs=4", f"--record={path}")
 
-    async def send() -> None:
-        limits = httpx.Limits(max_connections=256)
-        base_url = f"http://127.0.0.1:{options.port}/v1"
-        async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=120) as client:
-
-            async def ask(name: str, messages: list[dict[str, str]], params: dict[str, Any]) -> str:
-                answer = await client.post("/chat/completions", json={"messages": messages, **params})
-                answer.raise_for_status()
-                text: str = answer.json()["choices"][0]["message"]["content"] or ""
-                return text
-
-            await send_chats(ask, options.num_chats, options.rate, seed=3)
-
     with served(EMBEDDED, options.port, f"--max-model-len={4 * MAX_TOKENS}", *flags):
-        asyncio.run(send())
+        asyncio.run(chat_with_server(options.port, options.num_chats, options.rate))
     requests = read_trace(path)
     replayed = replay_share(requests, options.num_blocks)
     num_tokens = sum(one.num_prompt_tokens for one in requests)

@@ -1,6 +1,6 @@
 """Intervals of paired differences, from a bootstrap of blocks of sessions that follow each other in time.
 
-What happens to a request depends on those before it: its own conversation, and whoever is in the queue. So
+What happens to a request depends on earlier ones: those of its conversation, and those in the queue. So
 sessions are resampled, not requests, and in blocks of neighbours by their first arrival (circular blocks,
 Politis and Romano 1992), so that busy times stay whole. A block is a tenth of the sessions, however many
 there are: how long a queue or a cache remembers is not known. An interval is the difference ± the bootstrap's
@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 MIN_SESSIONS = 20
-"""With fewer there is no interval: blocks would be sessions that stand alone."""
+"""With fewer there is no interval: each block would be a single session."""
 
 _NUM_BLOCKS = 10
 
@@ -56,7 +56,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """b − a, and b ÷ a − 1; None where there is no interval or nothing to divide by."""
+    """b − a, and b ÷ a − 1; None without an interval, or if a divisor is 0."""
 
     absolute: Estimate | None
     relative: Estimate | None
