@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
+
+from scipy.stats import t as student
 
 from sagellm.engines.machine import describe_machine
 from sagellm.engines.whole_file import whole_file
@@ -22,6 +26,14 @@ def spread(values: list[float], digits: int = 4) -> dict[str, Any]:
     assert found is not None, "something was measured"
     kept = {name: round(getattr(found, name), digits) for name in ("min", "median", "p99")}
     return {**kept, "n": found.count}
+
+
+def ratio_of_pairs(ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    """Return ours ÷ theirs, as the mean of pairs' logarithms, and the interval that has it with 95 %."""
+    logs = [math.log(one / other) for one, other in zip(ours, theirs, strict=True)]
+    half = float(student.ppf(0.975, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
+    mean = fmean(logs)
+    return {"ratio": math.exp(mean), "interval_95": [math.exp(mean - half), math.exp(mean + half)]}
 
 
 def record(name: str, **figures: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@
     cost       throughput with shadows ÷ without, in pairs of rounds in changing order
     samples    TRACE in 100 windows: how often the 95 % interval of a sampled shadow has the replayed value
 
+Each part that runs replaces its own figures in the kept file.
 TRACE is Mooncake's conversation trace (benchmarks/traces/README.md); without it, `samples` is left out.
 """
 
@@ -24,7 +25,8 @@ from statistics import fmean
 from typing import Any
 
 import httpx
-from common import foreign_cores, output_flags, publish, spread
+from common import foreign_cores, output_flags, publish, ratio_of_pairs, spread
+from make_model import ensure
 from record_chat import MAX_TOKENS, chat_with_server
 from served import served
 
@@ -166,14 +168,21 @@ def shadows(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     }
 
 
-def cost(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure pairs of rounds, with and without shadows, in changing order."""
+def cost(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Measure pairs of rounds with and without shadows, with the embedded model and one of 0.6B."""
+    large = options.model or ensure(Path(folder) / "0.6b", sharpness=0.2)
+    rounds = {"embedded": (EMBEDDED, options.num_prompts), "0.6B": (str(large), options.num_prompts // 8)}
+    return {name: _cost_of(model, num_prompts, options) for name, (model, num_prompts) in rounds.items()}
+
+
+def _cost_of(model: str, num_prompts: int, options: argparse.Namespace) -> dict[str, Any]:
     requests_per_s: dict[bool, list[float]] = {False: [], True: []}
+    shares: list[float] = []
     flags = ("--num-blocks=4096", "--max-queued-requests=4096")
-    with served(options.model, options.port, *flags) as engine, AdminClient.connect(engine.socket) as admin:
+    with served(model, options.port, *flags) as engine, AdminClient.connect(engine.socket) as admin:
         settings = LoadSettings(
             base_url=f"http://127.0.0.1:{options.port}/v1",
-            num_prompts=options.num_prompts,
+            num_prompts=num_prompts,
             input_len=Lengths.parse(str(options.prompt)),
             output_len=Lengths.parse(str(options.tokens)),
             concurrency=32,
@@ -186,14 +195,19 @@ def cost(options: argparse.Namespace) -> dict[str, Any]:
                 admin.call("policy_shadow", names=",".join(options.policies[:2]) if is_on else "off")
                 figures = run_serve(settings).figures
                 assert figures.num_failed == 0, figures.errors
-                requests_per_s[is_on].append(options.num_prompts / figures.duration_s)
-    ratios = [on / off for off, on in zip(requests_per_s[False], requests_per_s[True], strict=True)]
+                requests_per_s[is_on].append(num_prompts / figures.duration_s)
+                if is_on:
+                    found = admin.call("policies")["shadows"]
+                    assert found["num_requests"] >= num_prompts - settings.concurrency, found
+                    shares.append(found["seconds"] / figures.duration_s)
     return {
         "num_shadows": 2,
+        "num_prompts": num_prompts,
         "requests_per_s": {
             "with shadows" if on else "without": spread(values, 1) for on, values in requests_per_s.items()
         },
-        "throughput_ratio": spread(ratios),
+        "share_of_time": spread(shares),
+        **ratio_of_pairs(requests_per_s[True], requests_per_s[False]),
     }
 
 
@@ -247,11 +261,13 @@ def main() -> None:
     parser.add_argument("trace", nargs="?", type=Path)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument(
-        "--model", default=EMBEDDED, help="of the rounds of `cost`; default: the embedded one"
+        "--model", type=Path, help="of the 0.6B shape, for `cost`; default: made for it, of random weights"
     )
     parser.add_argument("--policies", nargs="+", default=["lru", "s3fifo", "arc", "reuse"])
-    parser.add_argument("--rounds", type=int, default=12, help="pairs; default: %(default)s")
-    parser.add_argument("--num-prompts", type=int, default=1024, help="in a round; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=30, help="pairs; default: %(default)s")
+    parser.add_argument(
+        "--num-prompts", type=int, default=512, help="in a round; an eighth for 0.6B; default: %(default)s"
+    )
     parser.add_argument("--prompt", type=int, default=64, help="tokens; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=32, help="to generate; default: %(default)s")
     parser.add_argument("--num-chats", type=int, default=1000, help="requests; default: %(default)s")
@@ -266,7 +282,8 @@ def main() -> None:
     output_flags(parser, "live-policies")
     options = parser.parse_args()
     others = foreign_cores()
-    found: dict[str, Any] = {}
+    kept: dict[str, Any] = json.loads(options.save.read_text()) if options.save.exists() else {}
+    found = {name: kept[name] for name in PARTS if name in kept}
     with tempfile.TemporaryDirectory() as folder:
         if "switches" in options.parts:
             found["switches"] = switches(options)
@@ -275,7 +292,7 @@ def main() -> None:
         if "shadows" in options.parts:
             found["shadows"] = shadows(options, folder)
         if "cost" in options.parts:
-            found["cost"] = cost(options)
+            found["cost"] = cost(options, folder)
         if "samples" in options.parts and options.trace is not None:
             found["samples"] = samples(options)
     text = json.dumps(found, indent=1)

@@ -8,7 +8,9 @@ P is an interpreter with vLLM 0.32 for CPUs, `sagellm-adapters` and `sagellm-evi
     order       the same requests at once under `order=shortest`: who is admitted when, beside their lengths
     step        `schedule` with N running, step by step in turns: all decode, the same with a full queue, and
                 with requests that end and others that take their place
-    throughput  pairs of the same load in turns, in one process with one model; 95 % interval of the ratio
+    throughput  pairs of the same load in turns, in one process; 95 % interval of the ratio. With a model of
+                two layers, where a pair is rounds of a second, added up, as single ones differ by a third,
+                and with one of the Qwen3-0.6B shape in bf16
     eviction    the hit rate of vLLM's offloading manager on a trace of Mooncake's, in chunks of 512 tokens
 
 Each part that runs replaces its own figures in the kept file.
@@ -18,17 +20,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import tempfile
 from itertools import product
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
-from common import foreign_cores, output_flags, publish, spread
+from common import foreign_cores, output_flags, publish, ratio_of_pairs, spread
+from make_model import ensure
 from peer import Conversation, Peer
-from scipy.stats import t as student
 
 from sagellm.engines.testing import make_checkpoint
 
@@ -37,6 +38,9 @@ PASSES = "order=shortest,share=fair-share,chunk=chunked-prefill"
 """The passes of our engine's default."""
 
 NUM_REQUESTS, FEW_BLOCKS, MANY_BLOCKS = 256, 64, 2048
+THROUGHPUT = {"2 layers": (128, 20, MANY_BLOCKS), "0.6B": (64, 1, 512)}
+"""By model: requests of a round, rounds of a pair, blocks."""
+
 POLICIES = ("lru", "arc", "sagellm-eviction-policy:lru", "s3fifo", "reuse")
 CAPACITIES = (1000, 5000, 10_000, 50_000)
 MODEL = {
@@ -61,8 +65,9 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--trace", type=Path, help="of Mooncake's format, for `eviction`")
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--more", action="store_true", help="add pairs to those that are kept")
-    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="of a run of `throughput`")
+    parser.add_argument(
+        "--models", choices=THROUGHPUT, nargs="+", default=[*THROUGHPUT], help="of `throughput`"
+    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--threads", type=int, default=2)
     output_flags(parser, "vllm-adapter-amx-2core")
@@ -77,7 +82,8 @@ def main() -> None:
     kept: dict[str, Any] = json.loads(options.save.read_text()) if options.save.exists() else {}
     found = {name: kept[name] for name in PARTS if name in kept}
     for name in options.part:
-        found[name] = {"foreign_cores": foreign_cores(), **measures[name](options)}
+        measured = {"foreign_cores": foreign_cores(), **measures[name](options)}
+        found[name] = found.get(name, {}) | measured if name == "throughput" else measured
     text = "\n\n".join(_TEXTS[name](found[name]) for name in PARTS if name in found)
     publish("vllm_adapter", text, options, **found)
 
@@ -88,12 +94,18 @@ def _vllm(options: argparse.Namespace) -> Conversation:
     return peer
 
 
-def _loaded(options: argparse.Namespace, folder: str, *, is_async: bool) -> Conversation:
+def _small(folder: str) -> Path:
     model = Path(folder) / "model"
     if not model.exists():
         make_checkpoint(model, family="qwen3", seed=0, dtype="float32", **MODEL)
+    return model
+
+
+def _loaded(
+    options: argparse.Namespace, model: Path, *, is_async: bool, num_blocks: int = MANY_BLOCKS
+) -> Conversation:
     peer = _vllm(options)
-    overlaps = peer.ask("load", str(model), is_async, options.threads)["overlaps"]
+    overlaps = peer.ask("load", str(model), is_async, options.threads, num_blocks)["overlaps"]
     print(f"AsyncScheduler: {is_async}, and steps overlap: {overlaps}", flush=True)
     return peer
 
@@ -109,7 +121,7 @@ def outputs(options: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for is_async in (False, True):
         with tempfile.TemporaryDirectory() as folder:
-            peer = _loaded(options, folder, is_async=is_async)
+            peer = _loaded(options, _small(folder), is_async=is_async)
             asked = _requests(NUM_REQUESTS)
             both = [peer.ask("run", passes, asked, FEW_BLOCKS) for passes in (None, "null")]
             peer.end()
@@ -129,7 +141,7 @@ def outputs(options: argparse.Namespace) -> dict[str, Any]:
 def order(options: argparse.Namespace) -> dict[str, Any]:
     """Compare the order of admission with that of the lengths."""
     with tempfile.TemporaryDirectory() as folder:
-        peer = _loaded(options, folder, is_async=False)
+        peer = _loaded(options, _small(folder), is_async=False)
         asked = _requests(NUM_REQUESTS)
         shortest = peer.ask("run", "order=shortest", asked, FEW_BLOCKS)
         stock = peer.ask("run", None, asked, FEW_BLOCKS)
@@ -167,51 +179,44 @@ def step_times(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
-    """Run pairs of the same load, each first in every second pair."""
+    """Run pairs of the same load with each model."""
     with tempfile.TemporaryDirectory() as folder:
-        peer = _loaded(options, folder, is_async=False)
-        asked = _requests(options.requests)
-        for passes in (None, PASSES):  # warm up
-            peer.ask("run", passes, asked[:64], MANY_BLOCKS)
-        seconds = _kept_seconds(options)
-        num_tokens = 0
-        for pair in range(options.pairs):
-            names = ("stock", "ours") if pair % 2 else ("ours", "stock")
-            for name in names:
-                ran = peer.ask("run", None if name == "stock" else PASSES, asked, MANY_BLOCKS)
+        models = {"2 layers": _small(folder), "0.6B": ensure(Path(folder) / "0.6b")}
+        return {name: _pairs(options, models[name], *THROUGHPUT[name]) for name in options.models}
+
+
+def _pairs(
+    options: argparse.Namespace, model: Path, num_requests: int, num_rounds: int, num_blocks: int
+) -> dict[str, Any]:
+    """Run pairs of rounds in turns, whose times are added up."""
+    peer = _loaded(options, model, is_async=False, num_blocks=num_blocks)
+    asked = _requests(num_requests)
+    for passes in (None, PASSES):  # warm up
+        peer.ask("run", passes, asked, num_blocks)
+    seconds: dict[str, list[float]] = {name: [] for name in ("stock", "ours", "cpu_stock", "cpu_ours")}
+    num_tokens = 0
+    for pair in range(options.pairs):
+        for took in seconds.values():
+            took.append(0.0)
+        for number in range(pair, pair + num_rounds):
+            for name in ("stock", "ours") if number % 2 else ("ours", "stock"):
+                ran = peer.ask("run", None if name == "stock" else PASSES, asked, num_blocks)
                 assert not ran["failures"], ran["failures"]
-                seconds[name].append(ran["seconds"])
-                seconds[f"cpu_{name}"].append(ran["cpu_seconds"])
+                seconds[name][-1] += ran["seconds"]
+                seconds[f"cpu_{name}"][-1] += ran["cpu_seconds"]
                 num_tokens = ran["output_tokens"]
-        peer.end()
+    peer.end()
     return {
         "passes": PASSES,
         "requests": len(asked),
         "output_tokens": num_tokens,
-        "pairs": len(seconds["ours"]),
-        "tokens_per_s": {name: num_tokens / median(seconds[name]) for name in ("stock", "ours")},
-        **_ratio(seconds["stock"], seconds["ours"]),
-        "of_cpu": _ratio(seconds["cpu_stock"], seconds["cpu_ours"]),
+        "pairs": options.pairs,
+        "rounds": num_rounds,
+        "tokens_per_s": {name: num_rounds * num_tokens / median(seconds[name]) for name in ("stock", "ours")},
+        **ratio_of_pairs(seconds["stock"], seconds["ours"]),
+        "of_cpu": ratio_of_pairs(seconds["cpu_stock"], seconds["cpu_ours"]),
         "seconds": seconds,
     }
-
-
-def _ratio(stock: list[float], ours: list[float]) -> dict[str, Any]:
-    """Return how many times as much ours does in a second, and the interval that has it with 95 %."""
-    logs = [math.log(one / other) for one, other in zip(stock, ours, strict=True)]
-    half = float(student.ppf(0.975, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
-    mean = fmean(logs)
-    return {"ratio": math.exp(mean), "interval_95": [math.exp(mean - half), math.exp(mean + half)]}
-
-
-def _kept_seconds(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the pairs to which this run adds: of the same load, or none."""
-    if options.more and options.save.exists():
-        kept = json.loads(options.save.read_text()).get("throughput", {})
-        if (kept.get("passes"), kept.get("requests")) == (PASSES, options.requests):
-            found: dict[str, list[float]] = kept["seconds"]
-            return found
-    return {name: [] for name in ("stock", "ours", "cpu_stock", "cpu_ours")}
 
 
 def eviction(options: argparse.Namespace) -> dict[str, Any]:
@@ -255,10 +260,12 @@ def _step_text(found: dict[str, Any]) -> str:
 
 
 def _throughput_text(found: dict[str, Any]) -> str:
-    low, high = found["interval_95"]
-    return (
-        f"throughput, ours ÷ stock: {found['ratio']:.3f} (95 %: {low:.3f} to {high:.3f}) "
-        f"of {found['pairs']} pairs; of CPU time {found['of_cpu']['ratio']:.3f}"
+    return "\n".join(
+        f"throughput, {name}, ours ÷ stock: {row['ratio']:.3f} "
+        f"(95 %: {row['interval_95'][0]:.3f} to {row['interval_95'][1]:.3f}) "
+        f"of {row['pairs']} pairs; of CPU time {row['of_cpu']['ratio']:.3f}"
+        for name, row in found.items()
+        if name in THROUGHPUT
     )
 
 

@@ -242,8 +242,8 @@ RULES: dict[str, dict[str, tuple[str, str | None]]] = {
         "query_by_prefix": ("lookups are counted by lock and query", "lookups are counted by lock and query"),
         "record_answer": ("answers are remembered with their prompts", None),
         "replace_policy": (
-            "another policy takes over what is cached",
-            "another policy takes over what is cached",
+            "another policy evicts what is cached",
+            "another policy evicts what is cached",
         ),
         "runs": ("runs are all that is cached parents first", None),
         "subscribe": ("a subscriber hears of every block or of none", None),

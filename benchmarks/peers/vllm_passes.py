@@ -5,6 +5,7 @@ Needs `sagellm-adapters` and what it depends on there, and `sagellm-eviction-pol
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import lzma
@@ -16,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -103,19 +104,18 @@ class _Load:
         return planned
 
 
-def load(model: str, is_async: bool, num_threads: int) -> dict[str, Any]:  # noqa: FBT001
+def load(model: str, is_async: bool, num_threads: int, num_blocks: int) -> dict[str, Any]:  # noqa: FBT001
     """Load a model once; the schedulers of `run` take turns at it."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{num_threads - 1}")
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     LLM.append(
         vllm.LLM(
             model,
-            dtype="float32",
             max_model_len=1024,
             max_num_seqs=64,
             max_num_batched_tokens=512,
             block_size=32,
-            num_gpu_blocks_override=2048,
+            num_gpu_blocks_override=num_blocks,
             disable_log_stats=True,
             enforce_eager=True,
             async_scheduling=is_async,
@@ -142,6 +142,7 @@ def run(passes: str | None, requests: list[list[int]], num_blocks: int, *, is_sh
         vllm.SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False)
         for _, _, num_output in requests
     ]
+    gc.collect()
     begun, cpu_begun = time.perf_counter(), time.process_time()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     took_s, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_begun

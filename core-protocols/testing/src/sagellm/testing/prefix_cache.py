@@ -443,7 +443,7 @@ class KeepingPrefixCacheContract(PrefixCacheContract):
         assert len(set(stored)) == 3
         assert gone == stored[-1:]
 
-    def test_another_policy_takes_over_what_is_cached(self) -> None:
+    def test_another_policy_evicts_what_is_cached(self) -> None:
         """It is told of all nodes and unlocked leaves in order of last use; a cache may refuse to change."""
         clock = VirtualClock()
         cache = self.make(eviction_policy=NullEvictionPolicy(), clock=clock)
