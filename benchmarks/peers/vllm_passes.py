@@ -38,7 +38,7 @@ from sagellm.core import VirtualClock
 
 _CHUNK = 512  # tokens
 STOCK_POLICIES = ("lru", "arc")
-LLM: list[Any] = []  # at most one in a process
+LLM: list[Any] = []  # those that were loaded
 IS_ASYNC: list[bool] = []  # whether its schedulers are those for overlapped steps
 
 
@@ -105,7 +105,7 @@ class _Load:
 
 
 def load(model: str, is_async: bool, num_threads: int, num_blocks: int) -> dict[str, Any]:  # noqa: FBT001
-    """Load a model once; the schedulers of `run` take turns at it."""
+    """Load a model; the schedulers of `run` take turns at it, and those of `race` have the first two."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{num_threads - 1}")
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     LLM.append(
@@ -127,13 +127,54 @@ def load(model: str, is_async: bool, num_threads: int, num_blocks: int) -> dict[
     return {"overlaps": bool(LLM[0].llm_engine.vllm_config.scheduler_config.async_scheduling)}
 
 
+def race(passes: str, requests: list[list[int]], num_blocks: int) -> dict[str, Any]:
+    """Answer requests with both schedulers, one step of each in turn, each with a model of its own.
+
+    Returns the seconds that each took, those of CPU in all threads, and the output tokens of each.
+    """
+    took: dict[str, list[float]] = {}
+    engines = {}
+    for name, llm, given in zip(("stock", "ours"), LLM, (None, passes), strict=True):
+        core = llm.llm_engine.engine_core.engine_core
+        core.scheduler = _like(core.scheduler, given, num_blocks)
+        for number, (seed, length, num_output) in enumerate(requests):
+            prompt = vllm.TokensPrompt(prompt_token_ids=_tokens(seed, length))
+            params = vllm.SamplingParams(
+                temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False
+            )
+            llm.llm_engine.add_request(str(number), prompt, params)
+        engines[name], took[name] = llm.llm_engine, [0.0, 0.0, 0]
+    gc.collect()
+    turn = 0
+    while engines:
+        turn += 1
+        for name in sorted(engines, reverse=bool(turn % 2)):
+            engine, spent = engines[name], took[name]
+            begun, cpu_begun = time.perf_counter(), time.process_time()
+            outputs = engine.step()
+            spent[0] += time.perf_counter() - begun
+            spent[1] += time.process_time() - cpu_begun
+            spent[2] += sum(len(each.outputs[0].token_ids) for each in outputs if each.finished)
+            if not engine.has_unfinished_requests():
+                failures = getattr(engine.engine_core.engine_core.scheduler, "pass_failures", {})
+                assert not failures, failures
+                del engines[name]
+    assert took["stock"][2] == took["ours"][2], took
+    return {
+        "seconds": {name: spent[0] for name, spent in took.items()},
+        "cpu_seconds": {name: spent[1] for name, spent in took.items()},
+        "output_tokens": took["ours"][2],
+        "steps": turn,
+    }
+
+
 def run(passes: str | None, requests: list[list[int]], num_blocks: int, *, is_shown: bool = True) -> Any:
     """Answer requests (seed, prompt tokens, output tokens) under a new scheduler; None: vLLM's own.
 
     Returns seconds, those of CPU in all threads, preemptions, a digest of all outputs, and who was admitted
     in which order.
     """
-    (llm,) = LLM
+    llm = LLM[0]
     core = llm.llm_engine.engine_core.engine_core
     core.scheduler = scheduler = _like(core.scheduler, passes, num_blocks)
     seen = _Seen(scheduler) if is_shown else None
@@ -297,7 +338,7 @@ def _sampled(scheduler: Stock, planned: Any) -> Any:
 
 
 _CALLS: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (load, parsed, plans, replay, run, steps)
+    each.__name__: each for each in (load, parsed, plans, race, replay, run, steps)
 }
 
 
