@@ -12,7 +12,7 @@ from sagellm.core import (
     UnknownNameError,
 )
 from sagellm.engines import SamplingParams
-from sagellm.engines.engine_core.guards import LatestRequests, Limit
+from sagellm.engines.engine_core.guards import Ended, Guard, LatestRequests, Limit
 from sagellm.engines.engine_core.policies import PolicyAdmin
 from sagellm.kvmgr.eviction import LRUEvictionPolicy
 from sagellm.kvmgr.lifetime import StatisticalLifetimePredictor
@@ -162,15 +162,69 @@ def test_a_predictor_is_asked_about_what_waits_and_runs(make_engine):
     assert len(waiting) == 1
 
 
+def ended(*, arrival=0.0, finished=1.0, scheduled=0.1, first=0.2, prompt=100, cached=0, failed=False):
+    """A request that ended; times in seconds."""
+
+    def ns(seconds):
+        return None if seconds is None else round(seconds * 1e9)
+
+    return Ended(ns(finished), ns(arrival), ns(scheduled), ns(first), prompt, cached, 10, 0, failed)
+
+
+def latest(*requests):
+    found = LatestRequests()
+    found._ended.extend(requests)
+    return found
+
+
 def test_what_a_limit_says():
     window = LatestRequests().window(0, [], 0)
-    limit = Limit.read(" ttft_p99_s <= 0.5 ", window)
+    limit = Limit.read(" ttft_p99_s <= 0.5 ", window, 1)
     assert (limit.text, limit.metric, limit.value) == ("ttft_p99_s<=0.5", "ttft_p99_s", 0.5)
     for wrong in ("ttft", "ttft_p99_s<0.5", "ttft_p99_s>=1", "hit<=1", "hit_rate<=1", "hit_rate>=1.2.3", ""):
         with pytest.raises(ConfigError):
-            Limit.read(wrong, window)
-    with pytest.raises(ConfigError, match="relative"):
-        Limit.read("hit_rate>=-2%", window)
+            Limit.read(wrong, window, 1)
+    for wrong, told in (
+        ("hit_rate>=-0.05", "a sign without %; write hit_rate>=-5%"),
+        ("error_rate<=1%", "% without a sign; write error_rate<=\\+5%"),
+        ("hit_rate>=-2%", "needs 1 requests, and 0 are known"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            Limit.read(wrong, window, 1)
+
+
+def test_a_limit_relative_to_nothing_is_refused():
+    window = latest(ended(), ended(), ended()).window(0, [], 2 * 10**9)
+    with pytest.raises(ConfigError, match="needs 4 requests, and 3 are known"):
+        Limit.read("latency_mean_s<=+5%", window, 4)
+    with pytest.raises(ConfigError, match="hit_rate is 0 now"):
+        Limit.read("hit_rate>=-5%", window, 3)
+    assert Limit.read("latency_mean_s<=+5%", window, 3).value == pytest.approx(1.05)
+
+
+def breach(text, requests, *, since=0.0, now=10.0, min_requests=1):
+    empty = LatestRequests().window(0, [], 0)
+    limits = (Limit.read(text, empty, 1),)
+    guard = Guard(limits=limits, window_s=30, min_requests=min_requests, since_ns=round(since * 1e9))
+    return guard.breach(latest(*requests), [], round(now * 1e9))
+
+
+def test_a_request_that_failed_has_waited_until_it_failed():
+    failed = ended(finished=0.2, scheduled=None, first=None, failed=True)
+    assert breach("ttft_p99_s<=2", [failed]) is None
+    assert "0.2 over 1 requests; the limit is <= 0.1" in breach("ttft_p99_s<=0.1", [failed])
+
+
+def test_each_limit_needs_requests_of_its_own():
+    requests = [ended(cached=0), *(ended(cached=0, scheduled=None, failed=True) for _ in range(20))]
+    assert breach("hit_rate>=0.5", requests, min_requests=20) is None
+    assert "error_rate was 0.95" in breach("error_rate<=0.5", requests, min_requests=20)
+
+
+def test_a_hit_rate_is_of_requests_that_were_admitted_since_the_switch():
+    before, after = ended(scheduled=1.0, finished=6.0), ended(scheduled=5.5, finished=6.0, cached=50)
+    assert breach("hit_rate>=0.4", [before, after], since=5.0) is None
+    assert "hit_rate was 0.25 over 2" in breach("hit_rate>=0.4", [before, after], since=0.5)
 
 
 def test_a_guard_goes_back_when_its_limit_is_broken(make_engine):
@@ -189,7 +243,7 @@ def test_a_guard_goes_back_when_its_limit_is_broken(make_engine):
         core.watchers.stepped(core.parts.runtime.clock.now_ns())
     change = admin.policies()["changes"][-1]
     assert (change["made_by"], change["before"], change["after"]) == ("guard", "lru", "reuse")
-    assert "hit_rate was 0, >= 0.9 was wanted, over 3 requests" in change["why"]
+    assert change["why"] == "hit_rate was 0 over 3 requests; the limit is >= 0.9"
     assert admin.metrics().num_changes["eviction"] == {"operator": 1, "guard": 1}
     assert admin.policies()["policies"]["eviction"]["guard"] is None
 
@@ -213,9 +267,33 @@ def test_a_relative_guard_compares_with_before(make_engine):
     admin = PolicyAdmin(engine.client.core)
     for _ in range(4):
         engine.generate([5] * 40, GREEDY)
-    found = admin.set("eviction", "lru", guards=["hit_rate>=-50%"])
+    found = admin.set("eviction", "lru", guards=["hit_rate>=-50%"], min_requests=4)
     (limit,) = found["policies"]["eviction"]["guard"]["limits"]
     assert limit["value"] == pytest.approx(0.5 * 3 * 39 / 160, rel=0.05)
+
+
+def test_a_guard_that_fails_is_gone_and_another_watcher_stays(make_engine, monkeypatch, caplog):
+    engine = make_engine()
+    core = engine.client.core
+    admin = PolicyAdmin(core)
+    admin.set("eviction", "lru", guards=["latency_mean_s<=1000"])
+    monkeypatch.setattr(Guard, "breach", lambda *_: 1 / 0)
+    admin.stepped(core.parts.runtime.clock.now_ns())
+    assert admin.policies()["policies"]["eviction"]["guard"] is None
+    assert "the guard of eviction failed and is gone" in caplog.text
+    engine.generate([5, 6, 7], GREEDY)
+    admin.set("eviction", "fifo", guards=["latency_mean_s<=1000"])
+    assert admin.policies()["policies"]["eviction"]["guard"] is not None
+
+
+def test_since_when_a_policy_is_in_force_outlives_the_list_of_changes(make_engine):
+    admin = PolicyAdmin(make_engine().client.core)
+    admin.set("predictor", "null")
+    for number in range(101):
+        admin.set("eviction", ("lru", "fifo")[number % 2])
+    found = admin.policies()
+    assert "predictor" not in {each["kind"] for each in found["changes"]}
+    assert found["policies"]["predictor"]["for_s"] is not None
 
 
 def test_the_explanation_has_the_switches_of_a_request(make_engine):

@@ -20,7 +20,7 @@ from sagellm.engines.config import EngineConfig
 from sagellm.engines.engine_core.kv_modules import build_kv
 from sagellm.engines.engine_core.policies import PolicyAdmin
 from sagellm.engines.engine_core.seats import Seats
-from sagellm.engines.engine_core.shadows import Served, ShadowCaches
+from sagellm.engines.engine_core.shadows import BlockSampler, Served, ShadowCaches
 from sagellm.engines.modules import Modules
 from sagellm.lab.simulation.prompts import kept_tokens
 from sagellm.lab.simulation.replay import CacheReplay
@@ -149,6 +149,43 @@ def test_shadows_begin_with_what_is_cached(make_engine):
     admin.shadow("off")
     assert admin.policies()["shadows"] is None
     assert "shadows" not in engine.metrics().modules
+
+
+def test_what_is_cached_is_taken_in_a_few_leaves_at_a_time(make_engine):
+    engine = make_engine(num_blocks=64)
+    for first in range(20):
+        engine.generate([5] * 10 + [100 + first] * 8, GREEDY)
+    core = engine.client.core
+    admin = PolicyAdmin(core)
+    admin.shadow("lru")
+    ((shadow,),) = core.shadows._shadows
+    assert shadow.cache.metrics().num_blocks == 0
+    engine.add_request([5] * 10 + [100] * 8, GREEDY)
+    while engine.has_unfinished_requests():
+        engine.step()
+    for _ in range(5):
+        core.use_idle_time()
+    core.shadows.check_integrity()
+    assert not core.shadows._ends
+    (found,) = admin.policies()["shadows"]["shadows"]
+    assert found["num_hit_tokens"] == 16  # whole blocks, as it was taken in after them
+
+
+def test_shadows_that_fail_are_gone(make_engine, monkeypatch):
+    engine = make_engine(num_blocks=64, shadow="lru")
+    core = engine.client.core
+    monkeypatch.setattr(core.shadows, "stepped", lambda _: 1 / 0)
+    engine.generate([5] * 40, GREEDY)
+    assert core.shadows is None
+    assert "shadows" not in core.metrics().modules
+
+
+@pytest.mark.parametrize("num_blocks", [700, 1000, 2900])
+def test_the_sample_that_is_advised_is_large_enough(num_blocks):
+    with pytest.raises(ConfigError, match=r"sample [0-9.]+ or more") as raised:
+        BlockSampler(16, 0.05, num_blocks)
+    advised = float(str(raised.value).split("sample ")[-1].split(" or")[0])
+    assert BlockSampler(16, advised, num_blocks).num_blocks(num_blocks) >= 256
 
 
 def test_what_shadows_cannot_be_is_refused(make_engine):

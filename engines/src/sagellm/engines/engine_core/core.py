@@ -305,7 +305,7 @@ class EngineCore(EngineProtocol):
             self.watchers.remove(self.shadows)
         self.shadows = shadows
         if shadows is not None:
-            self.watchers.add(shadows)
+            self.watchers.add(shadows, on_failure=lambda: self.run_shadows(None))
             self.add_metrics("shadows", shadows.metrics)
 
     def live_sequences(self) -> Iterator[Sequence]:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sagellm.core import ConfigError, FinishReason
 from sagellm.core.errors import nearest
@@ -26,6 +26,7 @@ class Ended(NamedTuple):
 
     finished_ns: int
     arrival_ns: int
+    scheduled_ns: int | None
     first_token_ns: int | None
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -35,21 +36,28 @@ class Ended(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What a limit is compared with: the requests that ended in it, and times to first tokens in it."""
+    """What a limit is compared with: what happened to requests since some moment."""
 
+    admitted_since_ns: int  # a hit rate is of requests that were first scheduled from then on
     ended: list[Ended]
     ttfts_s: list[float]  # of those whose first token came in it, whether or not they have ended
+    waits_s: list[float]  # of those without a first token: so far, or until they ended
 
 
-def _mean(values: list[float]) -> float | None:
-    return fmean(values) if values else None
+def _p99(values: list[float]) -> float:
+    return percentile(sorted(values), 99)
 
 
-def _p99(values: list[float]) -> float | None:
-    return percentile(sorted(values), 99) if values else None
+def _rate(hits: list[tuple[int, int]]) -> float:
+    return sum(cached for cached, _ in hits) / max(sum(prompt for _, prompt in hits), 1)
 
 
-def _tpots_ms(window: Window) -> list[float]:
+def _ttfts_s(window: Window, limit: float) -> list[float]:
+    return window.ttfts_s + [each for each in window.waits_s if each > limit]
+
+
+def _tpots_ms(window: Window, limit: float) -> list[float]:
+    del limit
     found = (
         tpot_s(one.first_token_ns, one.finished_ns, one.num_output_tokens)
         for one in window.ended
@@ -58,35 +66,41 @@ def _tpots_ms(window: Window) -> list[float]:
     return [1e3 * each for each in found if each is not None]
 
 
-def _latencies_s(window: Window) -> list[float]:
+def _latencies_s(window: Window, limit: float) -> list[float]:
+    del limit
     return [(one.finished_ns - one.arrival_ns) / 1e9 for one in window.ended if not one.has_failed]
 
 
-def _hit_rate(window: Window) -> float | None:
-    num_prompt = sum(one.num_prompt_tokens for one in window.ended)
-    return sum(one.num_cached_tokens for one in window.ended) / num_prompt if num_prompt else None
+def _hits(window: Window, limit: float) -> list[tuple[int, int]]:
+    del limit
+    return [
+        (one.num_cached_tokens, one.num_prompt_tokens)
+        for one in window.ended
+        if one.scheduled_ns is not None and one.scheduled_ns >= window.admitted_since_ns
+    ]
 
 
-METRICS: Mapping[str, tuple[str, str, Callable[[Window], float | None]]] = {
-    "ttft_mean_s": ("<=", "mean time to the first token", lambda window: _mean(window.ttfts_s)),
-    "ttft_p99_s": ("<=", "99th percentile of it", lambda window: _p99(window.ttfts_s)),
-    "tpot_mean_ms": ("<=", "mean time per token after the first", lambda window: _mean(_tpots_ms(window))),
-    "tpot_p99_ms": ("<=", "99th percentile of it", lambda window: _p99(_tpots_ms(window))),
-    "latency_mean_s": ("<=", "mean time from arrival to end", lambda window: _mean(_latencies_s(window))),
-    "latency_p99_s": ("<=", "99th percentile of it", lambda window: _p99(_latencies_s(window))),
-    "hit_rate": (">=", "prompt tokens reused ÷ prompt tokens", _hit_rate),
-    "error_rate": (
-        "<=",
-        "requests that failed ÷ requests",
-        lambda window: _mean([float(one.has_failed) for one in window.ended]),
-    ),
-    "preemptions_per_request": (
-        "<=",
-        "preemptions ÷ requests",
-        lambda window: _mean([float(one.num_preemptions) for one in window.ended]),
+class Metric(NamedTuple):
+    """What can be limited: the side on which it must stay, and how it is computed from which requests."""
+
+    side: str
+    values: Callable[[Window, float], list[Any]]  # of a window, for a limit
+    figure: Callable[[list[Any]], float]
+
+
+METRICS: Mapping[str, Metric] = {
+    "ttft_mean_s": Metric("<=", _ttfts_s, fmean),
+    "ttft_p99_s": Metric("<=", _ttfts_s, _p99),
+    "tpot_mean_ms": Metric("<=", _tpots_ms, fmean),
+    "tpot_p99_ms": Metric("<=", _tpots_ms, _p99),
+    "latency_mean_s": Metric("<=", _latencies_s, fmean),
+    "latency_p99_s": Metric("<=", _latencies_s, _p99),
+    "hit_rate": Metric(">=", _hits, _rate),
+    "error_rate": Metric("<=", lambda window, _: [one.has_failed for one in window.ended], fmean),
+    "preemptions_per_request": Metric(
+        "<=", lambda window, _: [one.num_preemptions for one in window.ended], fmean
     ),
 }
-"""What can be limited: the side on which it must stay, what it is, and how it is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +112,10 @@ class Limit:
     value: float
 
     @classmethod
-    def read(cls, text: str, before: Window) -> Limit:
+    def read(cls, text: str, before: Window, min_requests: int) -> Limit:
         """Read `ttft_p99_s<=0.5`, or `hit_rate>=-2%`: relative to what it was before.
 
-        Raises ConfigError for anything else, and for a relative limit if nothing is known of before.
+        Raises ConfigError for anything else, and if too few requests are known for a relative limit.
         """
         found = _LIMIT.fullmatch(text)
         if found is None:
@@ -115,30 +129,49 @@ class Limit:
                 f"the guard {text!r} limits {metric!r}; what can be limited is {', '.join(METRICS)}."
                 f"{nearest(metric, METRICS)}"
             )
-        wanted, _, compute = METRICS[metric]
-        if side != wanted:
+        if side != (wanted := METRICS[metric].side):
             raise ConfigError(f"the guard {text!r} is the wrong way round; write {metric}{wanted}…")
+        if bool(sign) != bool(percent):
+            raise ConfigError(
+                f"the guard {text!r} has {'a sign without %' if sign else '% without a sign'}; write "
+                f"{metric}{side}{'-' if side == '>=' else '+'}5% for a limit relative to now, or "
+                f"{metric}{side}0.05 for an absolute one"
+            )
         try:
             value = float(sign + digits)
         except ValueError:
             raise ConfigError(f"the guard {text!r} has no number {digits!r}") from None
         if percent:
-            now = compute(before)
-            if now is None:
-                raise ConfigError(
-                    f"the guard {text!r} is relative, and no request ended lately to compare with; give an "
-                    f"absolute limit, such as {metric}{side}0.5"
-                )
-            value = now * (1 + value / 100)
+            value = cls._relative(text, metric, value, before, min_requests)
         return cls(text="".join(text.split()), metric=metric, value=value)
 
-    def breach(self, window: Window) -> str | None:
-        """Say how the limit is broken; None if it is kept."""
-        side, _, compute = METRICS[self.metric]
-        now = compute(window)
-        if now is None or (now <= self.value if side == "<=" else now >= self.value):
+    @staticmethod
+    def _relative(text: str, metric: str, percent: float, before: Window, min_requests: int) -> float:
+        side, values, figure = METRICS[metric]
+        known = values(before, math.inf)
+        if len(known) < min_requests:
+            raise ConfigError(
+                f"the guard {text!r} is relative to what was before, which needs {min_requests} requests, "
+                f"and {len(known)} are known of the window; send some first, widen the window, ask for fewer "
+                f"requests, or give an absolute limit, such as {metric}{side}0.5"
+            )
+        if not (now := figure(known)):
+            raise ConfigError(
+                f"the guard {text!r} is relative, and {metric} is 0 now; give an absolute limit, such as "
+                f"{metric}{side}0.05"
+            )
+        return now * (1 + percent / 100)
+
+    def breach(self, window: Window, min_requests: int) -> str | None:
+        """Say how the limit is broken, and by how many requests; None if it is kept, or too few are known."""
+        side, values, figure = METRICS[self.metric]
+        known = values(window, self.value)
+        if len(known) < min_requests:
             return None
-        return f"{self.metric} was {now:.4g}, {side} {self.value:.4g} was wanted"
+        now = figure(known)
+        if now <= self.value if side == "<=" else now >= self.value:
+            return None
+        return f"{self.metric} was {now:.4g} over {len(known)} requests; the limit is {side} {self.value:.4g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,19 +184,11 @@ class Guard:
     since_ns: int
 
     def breach(self, requests: LatestRequests, live: Iterable[Sequence], now_ns: int) -> str | None:
-        """Say which limit is broken, and by how many requests; None if none is, or too few are known."""
+        """Say which limit is broken; None if none is, or too few requests are known."""
         begin_ns = max(self.since_ns, now_ns - round(self.window_s * 1e9))
-        limit_s = max(
-            (each.value for each in self.limits if each.metric.startswith("ttft")), default=math.inf
-        )
-        window = requests.window(begin_ns, live, now_ns, longest_s=limit_s)
-        num_requests = max(len(window.ended), len(window.ttfts_s))
-        if num_requests < self.min_requests:
-            return None
-        for limit in self.limits:
-            if (told := limit.breach(window)) is not None:
-                return f"{told}, over {num_requests} requests"
-        return None
+        window = requests.window(begin_ns, live, now_ns, admitted_since_ns=self.since_ns)
+        found = (limit.breach(window, self.min_requests) for limit in self.limits)
+        return next((told for told in found if told is not None), None)
 
 
 class LatestRequests:
@@ -181,6 +206,7 @@ class LatestRequests:
             Ended(
                 finished_ns,
                 request.arrival_ns,
+                sequence.scheduled_ns,
                 sequence.first_token_ns,
                 len(request.token_ids),
                 sequence.num_cached_tokens or 0,
@@ -191,24 +217,20 @@ class LatestRequests:
         )
 
     def window(
-        self, begin_ns: int, live: Iterable[Sequence], now_ns: int, *, longest_s: float = math.inf
+        self, begin_ns: int, live: Iterable[Sequence], now_ns: int, *, admitted_since_ns: int = 0
     ) -> Window:
-        """Return what happened since a moment.
-
-        A request that has waited for its first token for more than `longest_s` counts with the time so far.
-        """
+        """Return what happened since a moment."""
         ended: list[Ended] = []
         for one in reversed(self._ended):
             if one.finished_ns < begin_ns:
                 break
             ended.append(one)
-        firsts = [(one.arrival_ns, one.first_token_ns) for one in ended]
-        firsts += [(each.request.arrival_ns, each.first_token_ns) for each in live]
-        ttfts_s = []
-        for arrival_ns, first_ns in firsts:
+        firsts = [(one.arrival_ns, one.first_token_ns, one.finished_ns) for one in ended]
+        firsts += [(each.request.arrival_ns, each.first_token_ns, now_ns) for each in live]
+        ttfts_s, waits_s = [], []
+        for arrival_ns, first_ns, until_ns in firsts:
             if first_ns is None:
-                if (age_s := (now_ns - arrival_ns) / 1e9) > longest_s:
-                    ttfts_s.append(age_s)
+                waits_s.append((until_ns - arrival_ns) / 1e9)
             elif first_ns >= begin_ns:
                 ttfts_s.append((first_ns - arrival_ns) / 1e9)
-        return Window(ended, ttfts_s)
+        return Window(admitted_since_ns, ended, ttfts_s, waits_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sagellm.core import FinishReason, PluginRegistry, get_logger
@@ -57,7 +58,7 @@ class Observers:
 
 
 class Watcher(Protocol):
-    """Follows what an engine does, in its own thread, and changes nothing during a step."""
+    """Follows what an engine does, in its thread; only between two steps may it change something."""
 
     def arrived(self, sequence: Sequence) -> None:
         """A sequence was added."""
@@ -82,17 +83,20 @@ class Watchers:
     def __init__(self, registry: PluginRegistry) -> None:
         self._registry = registry
         self._watchers: tuple[Watcher, ...] = ()
+        self._on_failure: dict[int, Callable[[], None]] = {}  # by the identity of a watcher
 
     def __len__(self) -> int:
         return len(self._watchers)
 
-    def add(self, watcher: Watcher) -> None:
-        """Let one follow from now on."""
+    def add(self, watcher: Watcher, *, on_failure: Callable[[], None] = lambda: None) -> None:
+        """Let one follow from now on; `on_failure` is called if it raises, once it follows no longer."""
         self._watchers += (watcher,)
+        self._on_failure[id(watcher)] = on_failure
 
     def remove(self, watcher: Watcher) -> None:
         """Let one follow no longer. Idempotent."""
         self._watchers = tuple(each for each in self._watchers if each is not watcher)
+        self._on_failure.pop(id(watcher), None)
 
     def arrived(self, sequence: Sequence) -> None:
         """Tell all."""
@@ -118,7 +122,9 @@ class Watchers:
     def _end(self, watcher: Watcher, error: BaseException | None) -> None:
         if error is None:
             return
+        on_failure = self._on_failure[id(watcher)]
         self.remove(watcher)
+        on_failure()
         name = type(watcher).__name__
         logger.error("%s failed and ends: %s", name, self._registry.describe(error), exc_info=error)
 

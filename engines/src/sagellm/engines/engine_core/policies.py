@@ -16,13 +16,12 @@ from sagellm.core import (
     SageLLMError,
     get_logger,
 )
-from sagellm.core.errors import nearest
 from sagellm.core.plugins.failure import contained
 from sagellm.core.plugins.option_text import split
 from sagellm.engines.config.shown import shown
 from sagellm.engines.engine_core.core import EngineCore
 from sagellm.engines.engine_core.guards import Guard, LatestRequests, Limit
-from sagellm.engines.engine_core.policy_metrics import KINDS, PolicyMetrics
+from sagellm.engines.engine_core.policy_metrics import KINDS, PolicyMetrics, kind_of
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.shadows import ShadowCaches
 
@@ -69,6 +68,7 @@ class PolicyAdmin:
         self._requests = LatestRequests()
         self._guarded: dict[str, _Guarded] = {}
         self._changes: deque[PolicyChange] = deque(maxlen=_MAX_CHANGES)
+        self._since_ns: dict[str, int] = {}  # of those that were switched
         self._counts: Counter[tuple[str, str]] = Counter()
         self._checked_ns = 0
         self._switches: dict[str, Callable[[str], None]] = {
@@ -83,7 +83,7 @@ class PolicyAdmin:
     def policies(self) -> dict[str, Any]:
         """Return what is in force, the guards, the latest changes, and what shadows would have saved."""
         now_ns = self._clock.now_ns()
-        since = {each.kind: each.at_ns for each in self._changes}
+        since = self._since_ns
         shadows = self._core.shadows
         return {
             "policies": {
@@ -112,7 +112,7 @@ class PolicyAdmin:
 
         Raises ConfigError, LookupError, PluginError or InvalidInputError, and changes nothing then.
         """
-        kind = _kind(kind)
+        kind = kind_of(kind)
         if not isinstance(name, str) or not name.strip():
             raise InvalidInputError(f"the policy is {shown(name)}; it must be a name, such as lru")
         guard = self._guard(guards or [], window_s, min_requests)
@@ -172,7 +172,12 @@ class PolicyAdmin:
         self._checked_ns = now_ns
         live = list(self._core.live_sequences())
         for kind, guarded in list(self._guarded.items()):
-            if (why := guarded.guard.breach(self._requests, live, now_ns)) is not None:
+            with contained() as failure:
+                why = guarded.guard.breach(self._requests, live, now_ns)
+            if failure.error is not None:
+                del self._guarded[kind]
+                _logger.error("the guard of %s failed and is gone", kind, exc_info=failure.error)
+            elif why is not None:
                 del self._guarded[kind]
                 self._go_back(kind, guarded.before, why)
 
@@ -208,6 +213,7 @@ class PolicyAdmin:
                 took_ns=took_ns,
             )
         )
+        self._since_ns[kind] = self._changes[-1].at_ns
         self._counts[kind, made_by] += 1
         if made_by == "operator":
             _logger.info(
@@ -247,22 +253,11 @@ class PolicyAdmin:
         if not 0 < window_s <= 86_400:
             raise ConfigError(f"the guard's window is {window_s:g} s; it must be above 0, and at most a day")
         if min_requests < 1:
-            raise ConfigError(f"the guard wants {min_requests} requests; it must be at least 1")
+            raise ConfigError(f"min_requests is {min_requests}; it must be at least 1")
         now_ns = self._clock.now_ns()
         before = self._requests.window(now_ns - round(window_s * 1e9), self._core.live_sequences(), now_ns)
-        limits = tuple(Limit.read(text, before) for text in texts)
+        limits = tuple(Limit.read(text, before, min_requests) for text in texts)
         return Guard(limits=limits, window_s=window_s, min_requests=min_requests, since_ns=now_ns)
-
-
-def _kind(given: str) -> str:
-    """Return a kind by its name, or by that of its providers. Raises ConfigError."""
-    by_provider = {each.provider_kind: name for name, each in KINDS.items()}
-    if isinstance(given, str) and (name := by_provider.get(given, given)) in KINDS:
-        return name
-    raise ConfigError(
-        f"the kind of policy is {shown(given)}; what can be switched is {', '.join(KINDS)}."
-        f"{nearest(str(given), [*KINDS, *by_provider])}"
-    )
 
 
 def _plain(guarded: _Guarded) -> dict[str, Any]:

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sagellm.core import ConfigError
+from sagellm.core.errors import nearest
+from sagellm.engines.config.shown import shown
+
 
 class PolicyKind(NamedTuple):
     """A kind of policy that a running engine can switch."""
@@ -25,7 +29,18 @@ KINDS: Mapping[str, PolicyKind] = {
     ),
     "drafts": PolicyKind("draft_proposer", "speculation.proposer", "which tokens a step verifies ahead"),
 }
-"""By the name that operators use; that of the providers does as well."""
+"""By the name that operators use."""
+
+
+def kind_of(given: object) -> str:
+    """Return a kind by its name, or by that of its providers. Raises ConfigError."""
+    by_provider = {each.provider_kind: name for name, each in KINDS.items()}
+    if isinstance(given, str) and (name := by_provider.get(given, given)) in KINDS:
+        return name
+    raise ConfigError(
+        f"the kind of policy is {shown(given)}; what can be switched is {', '.join(KINDS)}."
+        f"{nearest(str(given), [*KINDS, *by_provider])}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

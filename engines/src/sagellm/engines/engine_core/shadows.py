@@ -27,6 +27,7 @@ from sagellm.engines.engine_core.policy_metrics import ShadowFigures, ShadowMetr
 from sagellm.engines.modules import Modules
 
 if TYPE_CHECKING:
+    from sagellm.core.protocols.prefix_cache import CachedRun
     from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
     from sagellm.engines.engine_core.sequence import Sequence
 
@@ -176,7 +177,7 @@ class ShadowCaches:
             raise ConfigError(f"the sample is {sample:g}; it must be above 0 and at most 1")
         size, num_blocks = kv.seats.block_size, kv.total_blocks
         self._clock, self._now_ns = VirtualClock(), kv.clock.now_ns
-        self._size, self._sample, self._total_blocks = size, sample, num_blocks
+        self._size, self._total_blocks = size, num_blocks
         self._sampler: BlockSampler | None = None
         if sample < 1:
             self._sampler = BlockSampler(size, sample, num_blocks)
@@ -187,6 +188,8 @@ class ShadowCaches:
         part = max(1, num_blocks // NUM_PARTS)
         sizes = (num_blocks,) if self._sampler is None else (num_blocks, *([part] * NUM_PARTS))
         self._shadows = [[self._shadow(modules, spec, each, size) for each in sizes] for spec in specs]
+        self._runs: Seq[CachedRun] = []  # of a cache whose content these begin with …
+        self._ends: deque[int] = deque()  # … and which of them are leaves that were not taken in yet
         self._held: deque[_Held] = deque()
         self._by_id: dict[str, _Held] = {}
         self._hits = np.zeros((len(specs), len(sizes)))  # tokens; sampled blocks, and those of each part
@@ -195,23 +198,28 @@ class ShadowCaches:
         self._marks: deque[Total] = deque([_ZERO], maxlen=3)
 
     def begin_like(self, cache: PrefixCacheProtocol) -> None:
-        """Cache what another cache has, in order of last use, so that all begin warm."""
-        runs = cache.runs()
-        parents = {run.parent for run in runs}
-        ends = [place for place in range(len(runs)) if place not in parents]
-        for place in sorted(ends, key=lambda each: runs[each].last_use_ns):
-            run, namespace = runs[place], runs[place].namespace
-            self._clock.advance_ns(max(0, run.last_use_ns - self._clock.now_ns()))
-            edges = [run.token_ids.data]
-            while run.parent is not None:
-                run = runs[run.parent]
-                edges.append(run.token_ids.data)
-            tokens = TokenIds(b"".join(reversed(edges)))
-            samples = [tokens] if self._sampler is None else self._sampler.of_tokens(tokens, namespace)
-            for shadows in self._shadows:
-                for shadow, some in zip(shadows, samples, strict=True):
-                    if len(some):
-                        shadow.seed(some, namespace)
+        """Cache what another cache has now, in order of last use, so that all begin warm.
+
+        Each following step takes in some of it, before any request.
+        """
+        self._runs = cache.runs()
+        parents = {run.parent for run in self._runs}
+        ends = (place for place in range(len(self._runs)) if place not in parents)
+        self._ends = deque(sorted(ends, key=lambda each: self._runs[each].last_use_ns))
+
+    def _seed(self, run: CachedRun) -> None:
+        """Cache a run and what it follows, in all shadows."""
+        namespace, edges = run.namespace, [run.token_ids.data]
+        self._clock.advance_ns(max(0, run.last_use_ns - self._clock.now_ns()))
+        while run.parent is not None:
+            run = self._runs[run.parent]
+            edges.append(run.token_ids.data)
+        tokens = TokenIds(b"".join(reversed(edges)))
+        samples = [tokens] if self._sampler is None else self._sampler.of_tokens(tokens, namespace)
+        for shadows in self._shadows:
+            for shadow, some in zip(shadows, samples, strict=True):
+                if len(some):
+                    shadow.seed(some, namespace)
 
     def arrived(self, sequence: Sequence) -> None:
         """Note that a sequence arrived."""
@@ -233,6 +241,11 @@ class ShadowCaches:
 
     def stepped(self, now_ns: int) -> None:
         """Take in some requests that have ended. Called behind each step, and while the engine is idle."""
+        if self._ends:
+            for _ in range(min(_MAX_A_STEP, len(self._ends))):
+                self._seed(self._runs[self._ends.popleft()])
+            return
+        self._runs = []
         held = self._held
         for _ in range(min(_MAX_A_STEP, len(held))):
             first = held[0]
@@ -281,7 +294,7 @@ class ShadowCaches:
         now, recent = self.total(), self._marks[0]
         of_all, of_recent = self.rates(_ZERO, now), self.rates(recent, now)
         return ShadowMetrics(
-            sample=self._sample,
+            sample=1.0 if self._sampler is None else self._sampler.share,
             num_requests=self._num_requests,
             num_waiting=len(self._held),
             num_query_tokens=now.num_query,
@@ -375,7 +388,7 @@ class BlockSampler:
     def __init__(self, block_size: int, sample: float, num_blocks: int) -> None:
         """Raises ConfigError if the sample's cache would have too few blocks."""
         self._size = block_size
-        self._num_classes = max(NUM_PARTS, round(NUM_PARTS / sample))
+        self._num_classes = max(NUM_PARTS, math.floor(NUM_PARTS / sample))
         self.share = NUM_PARTS / self._num_classes
         self._powers: npt.NDArray[np.uint64] = np.ones(1, np.uint64)
         if self.num_blocks(num_blocks) < _MIN_BLOCKS:

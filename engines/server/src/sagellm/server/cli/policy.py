@@ -7,11 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from sagellm.core import ConfigError
-from sagellm.core.errors import nearest
 from sagellm.engines.cli.names import beginning, complete_providers
 from sagellm.engines.cli.output import columns, print_json
-from sagellm.engines.engine_core.policy_metrics import KINDS
+from sagellm.engines.engine_core.policy_metrics import KINDS, kind_of
 from sagellm.server.cli.figures import write_duration
 from sagellm.server.cli.running import AsJson, EngineArgument, EngineName, ask, show
 
@@ -50,19 +48,15 @@ def list_policies(
     from sagellm.core import PluginRegistry
     from sagellm.engines.config.schema import EngineConfig
 
-    if kind is not None and kind not in KINDS:
-        raise ConfigError(f"the kind is {kind!r}; there are {', '.join(KINDS)}.{nearest(kind, KINDS)}")
-    registry, defaults = (
-        PluginRegistry.load(),
-        {key: spec.name for key, _, spec in EngineConfig().providers()},
-    )
-    chosen = set(defaults.values())
+    only = None if kind is None else kind_of(kind)
+    registry, defaults = PluginRegistry.load(), EngineConfig().providers()
+    chosen = {(provider_kind, spec.name) for _, provider_kind, spec in defaults}
     found = {
         name: [
             {
                 "name": entry.provider.name,
                 "distribution": entry.distribution,
-                "is_default": entry.provider.name in chosen,
+                "is_default": (provider_kind, entry.provider.name) in chosen,
                 "summary": entry.provider.summary,
                 "recommended_for": entry.provider.recommended_for,
                 "measured": entry.provider.measured,
@@ -70,7 +64,7 @@ def list_policies(
             for entry in registry.providers(provider_kind)
         ]
         for name, (provider_kind, _, _) in KINDS.items()
-        if kind in (None, name)
+        if only in (None, name)
     }
     if as_json:
         print_json(found)

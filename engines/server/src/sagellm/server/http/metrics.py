@@ -254,7 +254,9 @@ class ServerMetrics(Collector):
         told = "prompt tokens that shadow caches have seen"
         yield self._counter("shadow_cache_queries", told, read(shadows, "num_query_tokens"))
         each_of = getattr(shadows, "shadows", ())
-        hits = {each.policy: each.num_hit_tokens for each in each_of}
+        hits = {
+            each.policy: each.num_hit_tokens for each in each_of if each.low is None
+        }  # estimates can fall
         told = "prompt tokens that a policy would have saved"
         yield self._counter("shadow_cache_hits", told, hits, "policy")
         rates = {
