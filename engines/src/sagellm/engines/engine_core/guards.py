@@ -103,6 +103,9 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
+_SHARES = ("hit_rate", "error_rate")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limit:
     """One limit, in the unit of its metric."""
@@ -143,6 +146,10 @@ class Limit:
             raise ConfigError(f"the guard {text!r} has no number {digits!r}") from None
         if percent:
             value = cls._relative(text, metric, value, before, min_requests)
+        elif metric in _SHARES and value > 1:
+            raise ConfigError(
+                f"the guard {text!r} limits a share, which is at most 1; write {metric}{side}0.2"
+            )
         return cls(text="".join(text.split()), metric=metric, value=value)
 
     @staticmethod
@@ -162,16 +169,22 @@ class Limit:
             )
         return now * (1 + percent / 100)
 
+    def now(self, window: Window) -> tuple[float | None, int]:
+        """Return the metric, None if no request is known, and of how many requests it is."""
+        _, values, figure = METRICS[self.metric]
+        known = values(window, self.value)
+        return (figure(known) if known else None), len(known)
+
     def breach(self, window: Window, min_requests: int) -> str | None:
         """Say how the limit is broken, and by how many requests; None if it is kept, or too few are known."""
-        side, values, figure = METRICS[self.metric]
-        known = values(window, self.value)
-        if len(known) < min_requests:
+        side, (now, num_requests) = METRICS[self.metric].side, self.now(window)
+        if now is None or num_requests < min_requests:
             return None
-        now = figure(known)
         if now <= self.value if side == "<=" else now >= self.value:
             return None
-        return f"{self.metric} was {now:.4g} over {len(known)} requests; the limit is {side} {self.value:.4g}"
+        return (
+            f"{self.metric} was {now:.4g} over {num_requests} requests; the limit is {side} {self.value:.4g}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,10 +196,14 @@ class Guard:
     min_requests: int
     since_ns: int
 
+    def window(self, requests: LatestRequests, live: Iterable[Sequence], now_ns: int) -> Window:
+        """Return what the limits are compared with."""
+        begin_ns = max(self.since_ns, now_ns - round(self.window_s * 1e9))
+        return requests.window(begin_ns, live, now_ns, admitted_since_ns=self.since_ns)
+
     def breach(self, requests: LatestRequests, live: Iterable[Sequence], now_ns: int) -> str | None:
         """Say which limit is broken; None if none is, or too few requests are known."""
-        begin_ns = max(self.since_ns, now_ns - round(self.window_s * 1e9))
-        window = requests.window(begin_ns, live, now_ns, admitted_since_ns=self.since_ns)
+        window = self.window(requests, live, now_ns)
         found = (limit.breach(window, self.min_requests) for limit in self.limits)
         return next((told for told in found if told is not None), None)
 

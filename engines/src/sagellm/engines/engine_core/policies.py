@@ -69,6 +69,7 @@ class PolicyAdmin:
         self._guarded: dict[str, _Guarded] = {}
         self._changes: deque[PolicyChange] = deque(maxlen=_MAX_CHANGES)
         self._since_ns: dict[str, int] = {}  # of those that were switched
+        self._started = {kind: self._name(kind) for kind in KINDS}
         self._counts: Counter[tuple[str, str]] = Counter()
         self._checked_ns = 0
         self._switches: dict[str, Callable[[str], None]] = {
@@ -91,7 +92,8 @@ class PolicyAdmin:
                     "name": self._name(kind),
                     "for_s": (now_ns - since[kind]) / 1e9 if kind in since else None,
                     "setting": KINDS[kind].setting,
-                    "guard": None if kind not in self._guarded else _plain(self._guarded[kind]),
+                    "flag": KINDS[kind].flag,
+                    "guard": None if kind not in self._guarded else self._plain(self._guarded[kind]),
                 }
                 for kind in KINDS
             },
@@ -110,18 +112,31 @@ class PolicyAdmin:
     ) -> dict[str, Any]:
         """Switch a kind of policy to a name with its options; guards hold until one trips or the next switch.
 
-        Raises ConfigError, LookupError, PluginError or InvalidInputError, and changes nothing then.
+        "default" is what the engine began with. A policy that is in force already stays as it is, with its
+        guard, unless guards are given. Returns what `policies` does, and what was `set`. Raises ConfigError,
+        LookupError, PluginError or InvalidInputError, and changes nothing then.
         """
         kind = kind_of(kind)
         if not isinstance(name, str) or not name.strip():
             raise InvalidInputError(f"the policy is {shown(name)}; it must be a name, such as lru")
+        name = self._started[kind] if name.strip() == "default" else name.strip()
         guard = self._guard(guards or [], window_s, min_requests)
-        before = self._name(kind)
-        self._switch(kind, name.strip(), "operator")
-        self._guarded.pop(kind, None)
+        before, guarded = self._name(kind), self._guarded.get(kind)
+        is_new = before not in (name, ProviderSpec.of(name).text if kind != "passes" else name)
+        if not is_new and guards and guarded is None:
+            raise ConfigError(
+                f"{name} is in force already, so there is nothing that a guard could go back to; guard the "
+                "switch to another policy"
+            )
+        back_to = before if guarded is None or is_new else guarded.before
+        if is_new:
+            self._switch(kind, name, "operator")
+            self._guarded.pop(kind, None)
         if guard is not None:
-            self._guarded[kind] = _Guarded(guard, before)
-        return self.policies()
+            self._guarded[kind] = _Guarded(guard, back_to)
+        ended = guarded.before if guarded is not None and is_new else None
+        done = {"kind": kind, "is_new": is_new, "ended_guard": ended}
+        return self.policies() | {"set": done}
 
     def shadow(self, names: str, *, sample: float = 1.0) -> dict[str, Any]:
         """Run eviction policies beside the live one from now on, in place of those that do; "off" ends it.
@@ -247,6 +262,20 @@ class PolicyAdmin:
         spec = config.predictor.name if kind == "predictor" else config.speculation.proposer
         return "none" if spec is None else spec.text
 
+    def _plain(self, guarded: _Guarded) -> dict[str, Any]:
+        guard, now_ns = guarded.guard, self._clock.now_ns()
+        window = guard.window(self._requests, self._core.live_sequences(), now_ns)
+        limits = []
+        for each in guard.limits:
+            now, num_requests = each.now(window)
+            limits.append(asdict(each) | {"now": now, "num_requests": num_requests})
+        return {
+            "limits": limits,
+            "window_s": guard.window_s,
+            "min_requests": guard.min_requests,
+            "back_to": guarded.before,
+        }
+
     def _guard(self, texts: list[str], window_s: float, min_requests: int) -> Guard | None:
         if not texts:
             return None
@@ -258,13 +287,3 @@ class PolicyAdmin:
         before = self._requests.window(now_ns - round(window_s * 1e9), self._core.live_sequences(), now_ns)
         limits = tuple(Limit.read(text, before, min_requests) for text in texts)
         return Guard(limits=limits, window_s=window_s, min_requests=min_requests, since_ns=now_ns)
-
-
-def _plain(guarded: _Guarded) -> dict[str, Any]:
-    guard = guarded.guard
-    return {
-        "limits": [{"text": each.text, "metric": each.metric, "value": each.value} for each in guard.limits],
-        "window_s": guard.window_s,
-        "min_requests": guard.min_requests,
-        "back_to": guarded.before,
-    }

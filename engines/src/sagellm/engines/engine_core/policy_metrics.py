@@ -16,18 +16,32 @@ class PolicyKind(NamedTuple):
 
     provider_kind: str
     setting: str  # what a restart reads
+    flag: str  # the same, of the commands
     what: str
 
 
 KINDS: Mapping[str, PolicyKind] = {
     "eviction": PolicyKind(
-        "eviction_policy", "prefix_cache.eviction_policy", "which cached blocks go first when room is needed"
+        "eviction_policy",
+        "prefix_cache.eviction_policy",
+        "--eviction-policy",
+        "which cached blocks go first when room is needed",
     ),
-    "passes": PolicyKind("scheduler_pass", "scheduler.passes", "who runs in the next step, and how much"),
+    "passes": PolicyKind(
+        "scheduler_pass",
+        "scheduler.passes",
+        "--scheduler-passes",
+        "who runs in the next step, and how much",
+    ),
     "predictor": PolicyKind(
-        "lifetime_predictor", "predictor.name", "how long outputs are expected to become"
+        "lifetime_predictor",
+        "predictor.name",
+        "--lifetime-predictor",
+        "how long outputs are expected to become",
     ),
-    "drafts": PolicyKind("draft_proposer", "speculation.proposer", "which tokens a step verifies ahead"),
+    "drafts": PolicyKind(
+        "draft_proposer", "speculation.proposer", "--speculation", "which tokens a step verifies ahead"
+    ),
 }
 """By the name that operators use."""
 

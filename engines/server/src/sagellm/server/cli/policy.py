@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
+from sagellm.core import ConfigError
+from sagellm.core.plugins.option_text import split
+from sagellm.core.protocols.scheduler_ir import STAGES
 from sagellm.engines.cli.names import beginning, complete_providers
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.engine_core.policy_metrics import KINDS, kind_of
 from sagellm.server.cli.figures import write_duration
 from sagellm.server.cli.running import AsJson, EngineArgument, EngineName, ask, show
+
+NUM_CHANGES = 5
+"""That `policy show` prints."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -50,29 +57,27 @@ def list_policies(
 
     only = None if kind is None else kind_of(kind)
     registry, defaults = PluginRegistry.load(), EngineConfig().providers()
-    chosen = {(provider_kind, spec.name) for _, provider_kind, spec in defaults}
+    chosen = {(one.kind, one.spec.name) for one in defaults}
     found = {
         name: [
             {
                 "name": entry.provider.name,
                 "distribution": entry.distribution,
-                "is_default": (provider_kind, entry.provider.name) in chosen,
+                "is_default": (each.provider_kind, entry.provider.name) in chosen,
                 "summary": entry.provider.summary,
                 "recommended_for": entry.provider.recommended_for,
                 "measured": entry.provider.measured,
             }
-            for entry in registry.providers(provider_kind)
+            for entry in registry.providers(each.provider_kind)
         ]
-        for name, (provider_kind, _, _) in KINDS.items()
+        for name, each in KINDS.items()
         if only in (None, name)
     }
     if as_json:
         print_json(found)
         return
     typer.echo("\n\n".join(_listed(name, rows) for name, rows in found.items()))
-    typer.echo(
-        "\nsage llm policy set KIND NAME switches a running engine; docs/policies.md says how we measured."
-    )
+    typer.echo("\nsage llm policy set KIND NAME switches a running engine.")
 
 
 def _listed(kind: str, rows: list[dict[str, Any]]) -> str:
@@ -83,15 +88,25 @@ def _listed(kind: str, rows: list[dict[str, Any]]) -> str:
             for row in rows
         ],
     )
+    if kind == "passes":
+        table += f"\n   set as STAGE=NAME ({', '.join(STAGES)}); a NAME alone is one more pass"
     measured = [f"  {row['name']}: {row['measured']}" for row in rows if row["measured"]]
     return "\n".join([f"{kind}: {KINDS[kind].what}", table, *measured])
 
 
 @app.command("show")
-def show_policies(name: EngineArgument = None, *, engine: EngineName = None, as_json: AsJson = False) -> None:
+def show_policies(
+    name: EngineArgument = None,
+    *,
+    all_changes: Annotated[
+        bool, typer.Option("--all", help=f"Show all kept changes, not the latest {NUM_CHANGES}.")
+    ] = False,
+    engine: EngineName = None,
+    as_json: AsJson = False,
+) -> None:
     """Show the policies of a running engine, their guards and latest changes, and what shadows would save."""
     found = ask("policies", name, engine)
-    show(found, _shown(found), as_json=as_json)
+    show(found, _shown(found, None if all_changes else NUM_CHANGES), as_json=as_json)
 
 
 @app.command("set")
@@ -102,7 +117,7 @@ def set_policy(  # noqa: PLR0913
         typer.Argument(
             metavar="NAME",
             help="Name and options: 's3fifo{small_share=0.2}'. For passes as in --scheduler-passes: "
-            "order=NAME,share=none; for drafts, none ends them.",
+            "order=NAME,share=none; for drafts, none ends them. default: what the engine began with.",
             autocompletion=_complete_name,
         ),
     ],
@@ -115,11 +130,12 @@ def set_policy(  # noqa: PLR0913
         ),
     ] = None,
     guard_window: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Judge the requests of the latest seconds.")
-    ] = 30.0,
+        float | None,
+        typer.Option(metavar="SECONDS", help="Judge the requests of the latest seconds. [default: 30]"),
+    ] = None,
     guard_requests: Annotated[
-        int, typer.Option(metavar="INT", help="Judge no fewer requests than this.")
-    ] = 20,
+        int | None, typer.Option(metavar="INT", help="Judge no fewer requests than this. [default: 20]")
+    ] = None,
     engine: EngineName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -127,15 +143,11 @@ def set_policy(  # noqa: PLR0913
 
     If the policy is unknown or refused, nothing changes. A restart takes that of the configuration again.
     """
-    found = ask(
-        "policy_set",
-        engine,
-        kind=kind,
-        name=policy,
-        guards=guard or [],
-        window_s=guard_window,
-        min_requests=guard_requests,
-    )
+    given = {"window_s": guard_window, "min_requests": guard_requests}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and not guard:
+        raise ConfigError("--guard-window and --guard-requests are of a guard; give one with --guard LIMIT")
+    found = ask("policy_set", engine, kind=kind, name=policy, guards=guard or [], **given)
     show(found, _set(found), as_json=as_json)
 
 
@@ -165,7 +177,7 @@ def shadow(
     show(found, _shadowed(found), as_json=as_json)
 
 
-def _shown(found: Mapping[str, Any]) -> Iterator[str]:
+def _shown(found: Mapping[str, Any], num_changes: int | None) -> Iterator[str]:
     rows = [
         (kind, each["name"], "the start" if each["for_s"] is None else f"{write_duration(each['for_s'])} ago")
         for kind, each in found["policies"].items()
@@ -173,43 +185,68 @@ def _shown(found: Mapping[str, Any]) -> Iterator[str]:
     yield columns(("KIND", "POLICY", "SINCE"), rows)
     for kind, each in found["policies"].items():
         if (guard := each["guard"]) is not None:
-            limits = ", ".join(limit["text"] for limit in guard["limits"])
-            yield f"\nguard of {kind}: {limits}, or back to {guard['back_to']}"
-    if found["changes"]:
+            yield f"\nguard of {kind}, back to {guard['back_to']}:"
+            yield from (f"  {_limit(limit, guard['min_requests'])}" for limit in guard["limits"])
+    changes = found["changes"][::-1][:num_changes]
+    if changes:
         yield ""
-        yield columns(("CHANGED", "KIND", "FROM", "TO", "BY", "WHY"), [*map(_change, found["changes"])])
+        yield columns(("CHANGED", "KIND", "FROM", "TO", "BY", "WHY"), [*map(_change, changes)])
+    if len(changes) < len(found["changes"]):
+        yield f"and {len(found['changes']) - len(changes)} before: --all"
     yield from _shadows(found["shadows"])
 
 
+def _limit(limit: Mapping[str, Any], min_requests: int) -> str:
+    text = limit["text"]
+    if text.endswith("%"):
+        text += f" (of what was before: {limit['value']:.4g})"
+    if limit["now"] is None:
+        return f"{text}; no request yet"
+    number = limit["num_requests"]
+    waits = "" if number >= min_requests else f", judged from {min_requests} on"
+    return f"{text}; now {limit['now']:.4g}, of {number} requests{waits}"
+
+
 def _set(found: Mapping[str, Any]) -> Iterator[str]:
-    change = found["changes"][-1]
-    kind = change["kind"]
+    done, change = found["set"], found["changes"][-1] if found["changes"] else {}
+    kind = done["kind"]
     each = found["policies"][kind]
-    yield f"{kind}: {change['after']} instead of {change['before']} ({change['took_ns'] / 1e6:.1f} ms)"
+    if done["is_new"]:
+        yield f"{kind}: {change['after']} instead of {change['before']} ({change['took_ns'] / 1e6:.1f} ms)"
+    else:
+        yield f"{kind}: {each['name']} is in force already; nothing changed"
+    if done["ended_guard"] is not None:
+        yield f"the guard that would have gone back to {done['ended_guard']} has ended"
     if (guard := each["guard"]) is not None:
-        limits = ", ".join(f"{limit['text']} ({limit['value']:.4g})" for limit in guard["limits"])
+        limits = ", ".join(_limit(limit, guard["min_requests"]) for limit in guard["limits"])
         yield f"guarded: back to {guard['back_to']} unless {limits}"
-    yield f"until a restart; for good: {each['setting']} in sagellm.yaml, or the flag"
+    if done["is_new"]:
+        flag = f"{each['flag']} {quote(each['name'])}"
+        yield f"until a restart; for good: {flag}, or {each['setting']} in sagellm.yaml"
 
 
 def _shadowed(found: Mapping[str, Any]) -> Iterator[str]:
     shadows = found["shadows"]
     if shadows is None:
-        yield "no shadows run"
+        yield "shadows: off"
         return
     names = ", ".join(each["policy"] for each in shadows["shadows"])
     yield f"shadows: {names}; what each would save is in: sage llm policy show"
 
 
 def _change(each: Mapping[str, Any]) -> tuple[str, ...]:
-    ago = f"{write_duration(each['ago_s'])} ago"
-    return ago, each["kind"], each["before"], each["after"], each["made_by"], each["why"]
+    ago, before, after = f"{write_duration(each['ago_s'])} ago", each["before"], each["after"]
+    if each["kind"] == "passes":  # most stages are the same
+        old, new = split(before), split(after)
+        before = ",".join(one for one in old if one not in new)
+        after = ",".join(one for one in new if one not in old)
+    return ago, each["kind"], before, after, each["made_by"], each["why"]
 
 
 def _shadows(found: Mapping[str, Any] | None) -> Iterator[str]:
     if found is None:
         return
-    live = ("(live)", _rate(found, "hit_rate"), _rate(found, "recent_hit_rate"), "")
+    live = ("(served)", _rate(found, "hit_rate"), _rate(found, "recent_hit_rate"), "")
     rows = [
         (
             each["policy"],

@@ -161,7 +161,7 @@ MODULES: dict[str, Module] = {
         kind="draft_proposer",
         title="speculation",
         derive=_derive_speculation,
-        without="no drafts are made; --speculation ngram at the engine's start makes them",
+        without="no drafts are made; `sage llm policy set drafts ngram` makes them",
     ),
     "grammar": Module(
         kind="grammar",

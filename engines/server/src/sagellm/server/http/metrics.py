@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from sagellm.core import DEFAULT_TENANT, EngineMetrics, get_logger
+from sagellm.core import DEFAULT_TENANT, EngineMetrics, ProviderSpec, get_logger
 from sagellm.core.protocols.engine import STEP_TOKEN_BOUNDS
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_core.pass_failures import pass_failures
@@ -290,6 +290,12 @@ class ServerMetrics(Collector):
         yield self._gauge("tenant_sequences", "live sequences by tenant", live, "tenant")
         yield self._counter("requests_refused", "answers 429 by tenant and code", refused, "tenant", "code")
 
+    def _eviction_policy(self) -> str:
+        """Return the name of the policy in force, which may have been switched."""
+        in_force = getattr(self._engine.modules.get("policies"), "policies", {}).get("eviction")
+        configured = self._config.prefix_cache.eviction_policy
+        return configured.name if in_force in (None, "off") else ProviderSpec.of(in_force).name
+
     def _cache_config(self) -> Metric:
         """Return the KV settings as labels, with vLLM's names where the meaning is the same."""
         config = self._config
@@ -300,7 +306,7 @@ class ServerMetrics(Collector):
             "enable_prefix_caching": config.prefix_cache.enabled,
             "gpu_memory_utilization": config.kv.memory_fraction,
             "prefix_cache": config.prefix_cache.name.name,
-            "eviction_policy": config.prefix_cache.eviction_policy.name,
+            "eviction_policy": self._eviction_policy(),
         }
         labels = ("engine", *settings)
         family = GaugeMetricFamily(
