@@ -155,3 +155,25 @@ def test_an_eviction_policy_of_ours_evicts_what_vllms_own_of_that_name_evicts(vl
     assert 0.1 < stock < 0.9
     assert ours == pytest.approx(stock, abs=0.01)
     assert other < ours
+
+
+def test_chunks_whose_store_is_tried_again_keep_their_place_in_the_prompt(vllm):
+    prompts = {"first": [["a", "b", "c"]], "second": [["x", "y"]]}
+    calls = [["store", "second"], ["store", "first"], ["written", "x", "y"], ["store", "first"]]
+    found = vllm.ask("places", "lru", 4, prompts, calls)
+    assert found["refused"] == ["first"], "while the other's chunks are being written"
+    assert found["places"].pop("x") == [None, 512, 0], "y made room"
+    assert found["places"] == {"a": [None, 512, 0], "b": ["a", 1024, 0], "c": ["b", 1536, 0]}
+
+    prompts["third"] = [["q"]]
+    calls[2:2] = [["store", "third"]]
+    found = vllm.ask("places", "lru", 4, prompts, [*calls[:-1], ["written", "q"], calls[-1]])
+    assert found["places"]["c"] == ["b", 1536, 0], "a third request missed its own in between"
+
+
+def test_a_policy_learns_what_a_prompt_began_with_in_each_kv_group(vllm):
+    prompts = {"first": [["a", "b"], ["A", "B"]], "second": [["a", "c"], ["A", "C"]]}
+    calls = [["store", "first"], ["written", "a", "b", "A", "B"], ["store", "second"], ["end", "second"]]
+    places = vllm.ask("places", "lru", 8, prompts, calls)["places"]
+    num_hits = {name: hits for name, (_, _, hits) in places.items()}
+    assert num_hits == {"a": 1, "b": 0, "c": 0, "A": 1, "B": 0, "C": 0}

@@ -281,6 +281,46 @@ def _offload(manager: CPUOffloadingManager, context: ReqContext, keys: list[Any]
     return num_hits
 
 
+def places(
+    policy: str, capacity: int, prompts: dict[str, list[list[str]]], calls: list[list[str]]
+) -> dict[str, Any]:
+    """Return where the chunks in the offloading manager stand after calls: the one before, and the depth.
+
+    `prompts` have names of chunks by KV group. A call is ["store", PROMPT], ["written", CHUNK, …], or
+    ["end", PROMPT].
+    """
+    made = cache_policy(policy)
+    CachePolicyFactory._registry["placed"] = lambda: made
+    manager = CPUOffloadingManager(capacity, "placed")
+    contexts, keys_of, names = {}, {}, {}
+    for prompt, groups in prompts.items():
+        contexts[prompt], keys_of[prompt] = context, keys = ReqContext(prompt), []
+        manager.on_new_request(context)
+        for group, chunks in enumerate(groups):
+            for number, name in enumerate(chunks, 1):
+                keys.append(key := make_offload_key(name.encode(), group))
+                names[key] = name
+                context.set_offload_key_position(key, _CHUNK * number)
+    refused = []
+    for what, *given in calls:
+        if what == "written":
+            keys = [key for key, name in names.items() if name in given]
+            manager.complete_store(keys, ReqContext("?"))
+        elif what == "end":
+            manager.on_request_finished(contexts[given[0]])
+        elif manager.prepare_store(keys_of[given[0]], contexts[given[0]]) is None:
+            refused.append(given[0])
+    tree = manager._policy.tree
+    manager._policy.touch((), ReqContext("?"))  # puts the last into the tree
+    tree.check_integrity()
+    places = {}
+    for key, chunk in tree._chunks.items():
+        node, index = chunk.node, chunk.node.keys.index(key)
+        above = node.keys[index - 1] if index else node.parent and node.parent.keys[-1]
+        places[names[key]] = [above and names[above], node.ends[index], node.access_count]
+    return {"refused": refused, "places": places}
+
+
 def plans(passes: str | None, seed: int, is_async: bool) -> list[Any]:  # noqa: FBT001
     """Return what each step schedules of a random load with little memory, with aborts; no model runs."""
     rng = random.Random(seed)
@@ -338,7 +378,7 @@ def _sampled(scheduler: Stock, planned: Any) -> Any:
 
 
 _CALLS: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (load, parsed, plans, race, replay, run, steps)
+    each.__name__: each for each in (load, parsed, places, plans, race, replay, run, steps)
 }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
@@ -31,7 +31,15 @@ class _Prompt:
 
     before: dict[OffloadKey, OffloadKey | None] = field(default_factory=dict)  # by chunk, the one before it
     last: dict[int, OffloadKey] = field(default_factory=dict)  # by KV group
-    is_told: bool = False  # the policy knows which chunks it began with
+    told: set[int] = field(default_factory=set)  # KV groups of which the policy knows with what it began
+
+
+class _Place(NamedTuple):
+    before: OffloadKey | None
+    depth: int  # tokens from the start of the prompt to the chunk's end
+
+
+_NOWHERE = _Place(None, 0)
 
 
 class TreePolicy(CachePolicy):  # type: ignore[misc]
@@ -53,7 +61,9 @@ class TreePolicy(CachePolicy):  # type: ignore[misc]
         self.tree: ChunkTree[OffloadKey] = ChunkTree(policy, self.cache_capacity, clock=self.clock)
         self._statuses: dict[OffloadKey, ChunkStatus] = {}
         self._new: list[OffloadKey] = []  # chunks that are not in the tree yet
-        self._before: dict[OffloadKey, tuple[OffloadKey | None, int]] = {}  # of chunks that may be inserted
+        # Chunks that may be inserted, at most as many as there is room for. A store that found none is tried
+        # again, whatever else was stored since, and vLLM does not say a second time what it misses.
+        self._places: dict[OffloadKey, _Place] = {}
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
         """Return a chunk's status; None if it is not here."""
@@ -62,14 +72,15 @@ class TreePolicy(CachePolicy):  # type: ignore[misc]
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Learn where the chunks that come next belong, and which ones their request has used."""
         self._put()
-        prompt, first = _prompt_of(req_context), True
-        self._before.clear()
+        prompt = _prompt_of(req_context)
         for key in keys:
             before = prompt.before.get(key)
-            if first and not prompt.is_told:
-                self._tell(prompt, before)
-            first = False
-            self._before[key] = (before, req_context.get_offload_key_position(key) or 0)
+            self._tell(prompt, get_offload_group_idx(key), before)
+            self._places.pop(key, None)  # the newest stands last
+            self._places[key] = _Place(before, req_context.get_offload_key_position(key) or 0)
+        num_excess = max(len(self._places) - self.cache_capacity, 0)
+        for key in list(islice(self._places, num_excess)):
+            del self._places[key]
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
         """Add a chunk that is about to be written."""
@@ -98,9 +109,8 @@ class TreePolicy(CachePolicy):  # type: ignore[misc]
         self._put()
         prompt = _prompt_of(req_context)
         for keys in key_groups:
-            if not prompt.is_told and reused_keys:
-                self._tell(prompt, next((key for key in reversed(keys) if key in reused_keys), None))
-                prompt.is_told = False  # for the groups that follow
+            if last := next((key for key in reversed(keys) if key in reused_keys), None):
+                self._tell(prompt, get_offload_group_idx(last), last)
             self.tree.touch(keys)
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
@@ -123,9 +133,11 @@ class TreePolicy(CachePolicy):  # type: ignore[misc]
         self._put()
         self.tree.pin(key)
 
-    def _tell(self, prompt: _Prompt, last: OffloadKey | None) -> None:
-        """Tell the policy which chunks a request has begun with, up to the last of them that was here."""
-        prompt.is_told = True
+    def _tell(self, prompt: _Prompt, group: int, last: OffloadKey | None) -> None:
+        """Tell the policy, once a group, which chunks a request began with: up to the last that was here."""
+        if group in prompt.told:
+            return
+        prompt.told.add(group)
         path: list[OffloadKey] = []
         while last is not None:
             path.append(last)
@@ -138,21 +150,17 @@ class TreePolicy(CachePolicy):  # type: ignore[misc]
         if not self._new:
             return
         new, self._new = self._new, []
+        places = [self._places.pop(key, _NOWHERE) for key in new]
         begin = 0
-        for place in range(1, len(new) + 1):
-            if place < len(new) and self._place(new[place])[0] == new[place - 1]:
+        for end in range(1, len(new) + 1):
+            if end < len(new) and places[end].before == new[end - 1]:
                 continue
-            run = new[begin:place]
-            before = self._place(run[0])[0]
-            ends = [self._place(key)[1] for key in run]
+            before, ends = places[begin].before, [place.depth for place in places[begin:end]]
             if before is None or before not in self.tree:
-                self.tree.insert(run, ends, None)
+                self.tree.insert(new[begin:end], ends, None)
             else:
-                self.tree.lengthen(run, ends, before)
-            begin = place
-
-    def _place(self, key: OffloadKey) -> tuple[OffloadKey | None, int]:
-        return self._before.get(key, (None, 0))
+                self.tree.lengthen(new[begin:end], ends, before)
+            begin = end
 
 
 def _prompt_of(context: ReqContext) -> _Prompt:
