@@ -425,8 +425,8 @@ def server() -> None:
 
 
 def adapters() -> None:
-    """Passes fail under a driver, which goes on without them; settings and names are wrong."""
-    from sagellm.adapters import PassDriver, PassSettings
+    """Passes and a policy fail, and what asks them goes on without; settings and names are wrong."""
+    from sagellm.adapters import ChunkTree, PassDriver, PassSettings
 
     registry = PluginRegistry.load()
     registry.register(Plugin(), distribution="failure-paths")
@@ -445,6 +445,12 @@ def adapters() -> None:
         assert driver.decide(nothing, nothing, **limits) is None
     assert not driver.has_passes
     assert "on purpose" in driver.failures["null"]  # whose class it derives from
+    tree: ChunkTree[str] = ChunkTree(FailingPolicy("victim"), 4)
+    tree.insert(["a", "b"], [1, 2], None)
+    for key in "ab":
+        tree.unpin(key)
+    with logged("eviction policy FailingPolicy failed"):
+        assert tree.evict(2, ()) == ["b", "a"]
 
 
 def lab() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from random import Random
+from typing import Any
 
 import pytest
 
 from sagellm.adapters import ChunkTree
-from sagellm.core import PluginRegistry, VirtualClock
+from sagellm.core import CachedNode, EvictionPolicyProtocol, NodeId, PluginRegistry, VirtualClock
 from sagellm.core.errors import AuditError
+from sagellm.core.protocols.eviction import NullEvictionPolicy
 from sagellm.testing import AuditingEvictionPolicy
 
 REGISTRY = PluginRegistry.load()
@@ -125,10 +129,9 @@ def test_an_error_in_the_books_is_found():
         tree.check_integrity()
 
 
-@pytest.mark.parametrize("policy", ["audit", *POLICIES])
-def test_random_operations_keep_the_books(policy):
+def churn(tree: ChunkTree[str], clock: VirtualClock) -> None:
+    """Insert, hit, pin, evict and remove at random, in a tree of 60 chunks."""
     rng = Random(7)
-    tree, clock = make(policy, max_chunks=60)
     prompts: list[list[str]] = []
     pinned: set[str] = set()
     for number in range(400):
@@ -160,3 +163,82 @@ def test_random_operations_keep_the_books(policy):
             tree.unpin(key) if rng.random() < 0.8 else tree.remove(key)
         tree.touch(rng.choice(prompts))
         tree.check_integrity()
+
+
+@pytest.mark.parametrize("policy", ["audit", *POLICIES])
+def test_random_operations_keep_the_books(policy):
+    tree, clock = make(policy, max_chunks=60)
+    churn(tree, clock)
+    assert not tree.policy_failure
+
+
+class Fails:
+    """A policy whose calls of one name fail from the `number`th on."""
+
+    def __init__(self, policy: EvictionPolicyProtocol, call: str, number: int) -> None:
+        self._policy, self._call, self._left = policy, call, number
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._call:
+            self._left -= 1
+            if self._left < 0:
+                return self._fail
+        return getattr(self._policy, name)
+
+    def _fail(self, *_: object) -> None:
+        raise RuntimeError(f"no {self._call}")
+
+
+@pytest.mark.parametrize("number", [0, 1, 9])
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("on_insert", "on_split", "on_resize", "on_hit", "on_remove"),
+        *("add_candidate", "remove_candidate", "victim", "num_victim_blocks"),
+    ],
+)
+def test_a_policy_that_fails_is_asked_no_more_and_nothing_is_lost(call, number, caplog):
+    clock = VirtualClock()
+    tree: ChunkTree[str] = ChunkTree(Fails(AuditingEvictionPolicy(), call, number), 60, clock=clock)  # type: ignore[arg-type]
+    with caplog.at_level(logging.ERROR):
+        churn(tree, clock)
+    assert tree.policy_failure == f"Fails: RuntimeError: no {call}"
+    assert len(caplog.records) == 1
+    assert "policy Fails failed" in caplog.text
+
+
+def test_without_its_policy_the_least_recently_used_chunk_goes_first():
+    clock = VirtualClock()
+    tree: ChunkTree[str] = ChunkTree(Fails(AuditingEvictionPolicy(), "victim", 0), 60, clock=clock)  # type: ignore[arg-type]
+    put(tree, clock, "ab")
+    put(tree, clock, "xy")
+    clock.advance_ns(10**9)
+    tree.hit(["a", "b"])
+    assert tree.evict(3, ()) == ["y", "x", "b"]
+    assert tree.policy_failure
+
+
+class Names(NullEvictionPolicy):
+    """Names the first candidate that it was ever given, whatever became of it, or what it is told to."""
+
+    def __init__(self, victim: CachedNode | None = None) -> None:
+        self._victim = victim
+
+    def add_candidate(self, node: CachedNode) -> None:
+        self._victim = self._victim or node
+
+    def victim(self) -> CachedNode | None:
+        return self._victim
+
+
+STRANGER = CachedNode(node_id=NodeId(77), num_blocks=1, depth=1, created_ns=0, last_access_ns=0)
+
+
+@pytest.mark.parametrize(("victim", "protected", "evicted"), [(STRANGER, "", "ba"), (None, "b", "a")])
+def test_a_victim_that_is_none_of_the_candidates_is_the_end_of_a_policy(victim, protected, evicted):
+    clock = VirtualClock()
+    tree: ChunkTree[str] = ChunkTree(Names(victim), 60, clock=clock)
+    put(tree, clock, "ab")
+    assert tree.evict(len(evicted), protected) == list(evicted)
+    assert re.match(r"Names: PluginError: it chose node (77|1), which is not", tree.policy_failure)
+    tree.check_integrity()

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Generic, TypeVar
+from operator import index
+from typing import Generic, NamedTuple, ParamSpec, TypeVar
 
-from sagellm.core import CachedNode, EvictionPolicyProtocol, NodeId
-from sagellm.core.errors import AuditError
+from sagellm.core import CachedNode, EvictionPolicyProtocol, NodeId, get_logger
+from sagellm.core.errors import AuditError, PluginError
+from sagellm.core.plugins.failure import contained, described
+from sagellm.core.protocols.eviction import NullEvictionPolicy
 from sagellm.core.runtime import Clock, SystemClock
 
 K = TypeVar("K", bound=Hashable)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_logger = get_logger(__name__)
 
 _Ghost = tuple[NodeId, int, int]  # the node that had a chunk, its count of hits, and its last use
 
@@ -40,18 +47,27 @@ class _Chunk(Generic[K]):
     is_pinned: bool = True  # until it has been written
 
 
+class _Victim(NamedTuple, Generic[K]):
+    node: _Node[K]
+    num_chunks: int  # from its end
+
+
 class ChunkTree(Generic[K]):
     """Tells a policy about chunks that are known by keys, and evicts the ends of the leaves that it names.
 
     A chunk can be evicted while it is not pinned; a new one is pinned. Where only chunks are left that others
     continue, the least recently used of these go. What was evicted is remembered for as many chunks as the
     engine has room for, so that the policy learns what comes back.
+
+    A policy that raises, or names what it must not, is asked no more: the error is logged and kept in
+    `policy_failure`, and from then on the least recently used chunks go.
     """
 
     def __init__(
         self, policy: EvictionPolicyProtocol, max_chunks: int, *, clock: Clock | None = None
     ) -> None:
         self._policy = policy
+        self.policy_failure = ""
         self._max_ghosts = max_chunks
         self._now_ns = (clock or SystemClock()).now_ns
         self._chunks: dict[K, _Chunk[K]] = {}
@@ -93,7 +109,7 @@ class ChunkTree(Generic[K]):
         if parent is not None:
             parent.num_children += 1
             self._settle(parent)
-        self._policy.on_insert(node)
+        self._tell(self._policy.on_insert, node)
 
     def lengthen(self, keys: Sequence[K], ends: Sequence[int], before: K) -> None:
         """Add chunks to the end of a leaf, or as `insert` does if others follow `before` already."""
@@ -111,7 +127,7 @@ class ChunkTree(Generic[K]):
             self._ghosts.pop(key, None)
             self._chunks[key] = _Chunk(node)
         self._settle(node)
-        self._policy.on_resize(node, len(keys))
+        self._tell(self._policy.on_resize, node, len(keys))
 
     def hit(self, keys: Sequence[K]) -> None:
         """Note a use of a prompt's first chunks, as far as they are here; the last of them ends a run."""
@@ -125,7 +141,7 @@ class ChunkTree(Generic[K]):
         for node in reversed(path.values()):
             node.access_count += 1
             node.last_access_ns = now_ns
-            self._policy.on_hit(node)
+            self._tell(self._policy.on_hit, node)
 
     def touch(self, keys: Iterable[K]) -> None:
         """Note that chunks were in use until now, without a hit."""
@@ -133,10 +149,10 @@ class ChunkTree(Generic[K]):
         nodes = {id(chunk.node): chunk.node for key in keys if (chunk := self._chunks.get(key)) is not None}
         for node in reversed(nodes.values()):
             if node.is_candidate:
-                self._policy.remove_candidate(node)
+                self._tell(self._policy.remove_candidate, node)
             node.last_access_ns = now_ns
             if node.is_candidate:
-                self._policy.add_candidate(node)
+                self._tell(self._policy.add_candidate, node)
 
     def pin(self, key: K) -> None:
         """Keep a chunk: it is being read."""
@@ -169,19 +185,19 @@ class ChunkTree(Generic[K]):
         evicted: list[K] = []
         set_aside: list[_Node[K]] = []
         while len(evicted) < num_chunks:
-            node = self._victim()
-            if node is None:
+            victim = self._tell(self._victim, num_chunks - len(evicted))
+            if victim is None:
                 break
-            wanted = num_chunks - len(evicted)
-            num = min(max(self._policy.num_victim_blocks(node, wanted), 1), wanted, len(node.keys))
+            node, num = victim.node, victim.num_chunks
             free = next((i for i, key in enumerate(reversed(node.keys[-num:])) if key in protected), num)
             if free:
                 evicted += self._cut(node, free, keep_ghosts=True)
             if free < num:
-                self._policy.remove_candidate(node)
+                node.is_candidate = False
+                self._tell(self._policy.remove_candidate, node)
                 set_aside.append(node)
         for node in set_aside:
-            self._policy.add_candidate(node)
+            self._settle(node)
         if len(evicted) < num_chunks:
             evicted += self._evict_any(num_chunks - len(evicted), protected)
         return evicted
@@ -203,17 +219,38 @@ class ChunkTree(Generic[K]):
         if self._num_pinned != sum(chunk.is_pinned for chunk in self._chunks.values()):
             raise AuditError(f"{self._num_pinned} chunks are counted as pinned, which are not as many")
 
-    def _victim(self) -> _Node[K] | None:
+    def _victim(self, num_wanted: int) -> _Victim[K] | None:
+        """Return what the policy gives up first, of at most so many chunks; None if it names nothing."""
         node = self._policy.victim()
-        assert node is None or isinstance(node, _Node), "a policy names what it was given"
-        return node
+        if node is None:
+            return None
+        if not isinstance(node, _Node) or not node.is_candidate:
+            name = getattr(node, "node_id", node)
+            raise PluginError(f"it chose node {name}, which is not a leaf, in use, or set aside")
+        num_chunks = index(self._policy.num_victim_blocks(node, num_wanted))
+        return _Victim(node, min(max(num_chunks, 1), num_wanted, len(node.keys)))
+
+    def _tell(self, call: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T | None:
+        """Call the policy; None if it fails, which is the end of it."""
+        with contained(AuditError) as failed:
+            return call(*arguments, **keywords)
+        assert failed.error is not None, "the call has not returned"
+        name = type(self._policy).__qualname__
+        self.policy_failure = f"{name}: {described(failed.error)}"
+        self._policy = NullEvictionPolicy()
+        _logger.error(
+            "eviction policy %s failed; the least recently used chunk goes first from now on",
+            name,
+            exc_info=failed.error,
+        )
+        return None
 
     def _settle(self, node: _Node[K]) -> None:
         """Tell the policy if the node became a candidate or ceased to be one."""
         is_candidate = not node.num_pinned and not node.num_children
         if is_candidate != node.is_candidate:
             node.is_candidate = is_candidate
-            (self._policy.add_candidate if is_candidate else self._policy.remove_candidate)(node)
+            self._tell(self._policy.add_candidate if is_candidate else self._policy.remove_candidate, node)
 
     def _split(self, lower: _Node[K], num: int) -> _Node[K]:
         """Give the first chunks of a node to a new one before it, and return that."""
@@ -239,7 +276,7 @@ class ChunkTree(Generic[K]):
         lower.keys, lower.ends, lower.parent = lower.keys[num:], lower.ends[num:], upper
         lower.num_blocks -= num
         lower.num_pinned -= upper.num_pinned
-        self._policy.on_split(upper, lower)
+        self._tell(self._policy.on_split, upper, lower)
         self._settle(lower)
         return upper
 
@@ -258,12 +295,12 @@ class ChunkTree(Generic[K]):
         if num < len(node.keys):
             del node.keys[-num:], node.ends[-num:]
             node.num_blocks, node.depth = len(node.keys), node.ends[-1]
-            self._policy.on_resize(node, -num)
+            self._tell(self._policy.on_resize, node, -num)
         else:
             if node.is_candidate:
                 node.is_candidate = False
-                self._policy.remove_candidate(node)
-            self._policy.on_remove(node)
+                self._tell(self._policy.remove_candidate, node)
+            self._tell(self._policy.on_remove, node)
             if node.parent is not None:
                 node.parent.num_children -= 1
                 self._settle(node.parent)
@@ -286,9 +323,9 @@ class ChunkTree(Generic[K]):
     def _drop(self, key: K, *, keep_ghosts: bool) -> None:
         """Remove a chunk from wherever it stands; what continued it has no node before it any more."""
         node = self._chunks[key].node
-        index = node.keys.index(key)
-        if index + 1 < len(node.keys):
-            node = self._split(node, index + 1)
+        num_before = node.keys.index(key)
+        if num_before + 1 < len(node.keys):
+            node = self._split(node, num_before + 1)
         if node.num_children:
             for child in {id(chunk.node): chunk.node for chunk in self._chunks.values()}.values():
                 if child.parent is node:
