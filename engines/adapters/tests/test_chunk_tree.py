@@ -97,6 +97,7 @@ def test_a_chunk_that_could_not_be_written_leaves_and_those_after_it_stay():
     tree.remove("b")
     tree.check_integrity()
     tree.unpin("c")
+    assert tree._chunks["c"].node.parent is None
     assert sorted(tree.evict(2, ()) or ()) == ["a", "c"]
 
 
@@ -124,6 +125,13 @@ def test_what_comes_back_continues_the_counts_of_what_was_evicted():
 def test_an_error_in_the_books_is_found():
     tree, clock = make()
     put(tree, clock, "ab")
+    put(tree, clock, "xy", before="a")
+    (upper,) = {chunk.node.parent for chunk in tree._chunks.values()} - {None}
+    child = upper.children.popitem()
+    with pytest.raises(AuditError, match=f"node {upper.node_id} has"):
+        tree.check_integrity()
+    upper.children.update([child])
+    tree.check_integrity()
     tree._num_pinned = 1
     with pytest.raises(AuditError):
         tree.check_integrity()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import index
 from typing import Generic, NamedTuple, ParamSpec, TypeVar
@@ -31,7 +31,7 @@ class _Node(CachedNode, Generic[K]):
     keys: list[K]
     ends: list[int]  # tokens from the start of the prompt to the end of each chunk
     parent: _Node[K] | None
-    num_children: int = 0
+    children: dict[NodeId, _Node[K]] = field(default_factory=dict)
     num_pinned: int = 0  # chunks that are being written or read
     is_candidate: bool = False
 
@@ -107,14 +107,14 @@ class ChunkTree(Generic[K]):
         self._chunks.update((key, _Chunk(node)) for key in keys)
         self._num_pinned += len(keys)
         if parent is not None:
-            parent.num_children += 1
+            parent.children[node.node_id] = node
             self._settle(parent)
         self._tell(self._policy.on_insert, node)
 
     def lengthen(self, keys: Sequence[K], ends: Sequence[int], before: K) -> None:
         """Add chunks to the end of a leaf, or as `insert` does if others follow `before` already."""
         above = self._chunks.get(before)
-        if above is None or above.node.keys[-1] != before or above.node.num_children:
+        if above is None or above.node.keys[-1] != before or above.node.children:
             self.insert(keys, ends, before)
             return
         node = above.node
@@ -204,18 +204,18 @@ class ChunkTree(Generic[K]):
 
     def check_integrity(self) -> None:
         """Raise AuditError unless nodes, chunks and pins agree."""
-        nodes = {id(chunk.node): chunk.node for chunk in self._chunks.values()}
-        children: dict[int, int] = {}
+        nodes = {chunk.node.node_id: chunk.node for chunk in self._chunks.values()}
+        children: dict[NodeId, set[NodeId]] = {node_id: set() for node_id in nodes}
         for node in nodes.values():
             if node.parent is not None:
-                children[id(node.parent)] = children.get(id(node.parent), 0) + 1
-        for node in nodes.values():
+                children[node.parent.node_id].add(node.node_id)
+        for node_id, node in nodes.items():
             num_pinned = sum(self._chunks[key].is_pinned for key in node.keys)
-            is_candidate = not num_pinned and not children.get(id(node), 0)
-            found = (node.num_blocks, node.num_pinned, node.num_children, node.is_candidate, node.depth)
-            told = (len(node.keys), num_pinned, children.get(id(node), 0), is_candidate, node.ends[-1])
+            is_candidate = not num_pinned and not children[node_id]
+            found = (node.num_blocks, node.num_pinned, set(node.children), node.is_candidate, node.depth)
+            told = (len(node.keys), num_pinned, children[node_id], is_candidate, node.ends[-1])
             if found != told or any(self._chunks[key].node is not node for key in node.keys):
-                raise AuditError(f"node {node.node_id} has {found}, and should have {told}")
+                raise AuditError(f"node {node_id} has {found}, and should have {told}")
         if self._num_pinned != sum(chunk.is_pinned for chunk in self._chunks.values()):
             raise AuditError(f"{self._num_pinned} chunks are counted as pinned, which are not as many")
 
@@ -247,7 +247,7 @@ class ChunkTree(Generic[K]):
 
     def _settle(self, node: _Node[K]) -> None:
         """Tell the policy if the node became a candidate or ceased to be one."""
-        is_candidate = not node.num_pinned and not node.num_children
+        is_candidate = not node.num_pinned and not node.children
         if is_candidate != node.is_candidate:
             node.is_candidate = is_candidate
             self._tell(self._policy.add_candidate if is_candidate else self._policy.remove_candidate, node)
@@ -268,8 +268,11 @@ class ChunkTree(Generic[K]):
             keys=lower.keys[:num],
             ends=lower.ends[:num],
             parent=lower.parent,
-            num_children=1,
+            children={lower.node_id: lower},
         )
+        if lower.parent is not None:
+            del lower.parent.children[lower.node_id]
+            lower.parent.children[upper.node_id] = upper
         for key in upper.keys:
             self._chunks[key].node = upper
             upper.num_pinned += self._chunks[key].is_pinned
@@ -296,13 +299,14 @@ class ChunkTree(Generic[K]):
             del node.keys[-num:], node.ends[-num:]
             node.num_blocks, node.depth = len(node.keys), node.ends[-1]
             self._tell(self._policy.on_resize, node, -num)
+            self._settle(node)  # the pinned ones may be gone
         else:
             if node.is_candidate:
                 node.is_candidate = False
                 self._tell(self._policy.remove_candidate, node)
             self._tell(self._policy.on_remove, node)
             if node.parent is not None:
-                node.parent.num_children -= 1
+                del node.parent.children[node.node_id]
                 self._settle(node.parent)
         return gone[::-1]
 
@@ -326,15 +330,10 @@ class ChunkTree(Generic[K]):
         num_before = node.keys.index(key)
         if num_before + 1 < len(node.keys):
             node = self._split(node, num_before + 1)
-        if node.num_children:
-            for child in {id(chunk.node): chunk.node for chunk in self._chunks.values()}.values():
-                if child.parent is node:
-                    child.parent = None
-            node.num_children = 0
-            self._settle(node)
+        for child in node.children.values():
+            child.parent = None
+        node.children.clear()
         self._cut(node, 1, keep_ghosts=keep_ghosts)
-        if node.keys and node.keys[-1] in self._chunks:
-            self._settle(node)  # the pinned one may be gone
 
     def _revive(self, node: _Node[K]) -> None:
         """Give a new node what is remembered of the one that had its first chunks."""
