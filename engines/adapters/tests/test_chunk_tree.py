@@ -133,7 +133,7 @@ def test_an_error_in_the_books_is_found():
     upper.children.update([child])
     tree.check_integrity()
     tree._num_pinned = 1
-    with pytest.raises(AuditError):
+    with pytest.raises(AuditError, match="num_pinned is 1; 0 chunks are pinned"):
         tree.check_integrity()
 
 

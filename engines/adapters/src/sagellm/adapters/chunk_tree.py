@@ -216,8 +216,9 @@ class ChunkTree(Generic[K]):
             told = (len(node.keys), num_pinned, children[node_id], is_candidate, node.ends[-1])
             if found != told or any(self._chunks[key].node is not node for key in node.keys):
                 raise AuditError(f"node {node_id} has {found}, and should have {told}")
-        if self._num_pinned != sum(chunk.is_pinned for chunk in self._chunks.values()):
-            raise AuditError(f"{self._num_pinned} chunks are counted as pinned, which are not as many")
+        num_pinned = sum(chunk.is_pinned for chunk in self._chunks.values())
+        if self._num_pinned != num_pinned:
+            raise AuditError(f"num_pinned is {self._num_pinned}; {num_pinned} chunks are pinned")
 
     def _victim(self, num_wanted: int) -> _Victim[K] | None:
         """Return what the policy gives up first, of at most so many chunks; None if it names nothing."""
