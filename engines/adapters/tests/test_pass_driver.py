@@ -256,7 +256,9 @@ def test_a_pass_that_fails_is_removed_and_named(caplog):
         ({"passes": 3}, "it must be a text"),
         ({"passes": "", "step_target_ms": -1}, "step_target_ms is -1"),
         ({"passes": "", "step_cost": {"base": 1}}, "a step cost has no 'base'"),
-        ({"passes": "", "tenants": {"a": 0}}, "a weight is a number above 0"),
+        ({"passes": "", "tenants": {"a": 0}}, "has 'a': 0; a weight is a number from 0.001 to 1000"),
+        ({"passes": "", "tenants": {"a": 1, "b": 1001}}, "has 'b': 1001; a weight is"),
+        ({"passes": "", "tenants": {"a": True}}, "has 'a': True; a weight is"),
         ({"passes": "", "print": "all"}, "print is 'all'"),
     ],
 )

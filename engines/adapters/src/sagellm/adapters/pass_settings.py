@@ -24,14 +24,16 @@ class PassSettings:
     passes: tuple[ProviderSpec, ...]  # in the order in which they run
     step_target_ms: Annotated[float, Limits(gt=0)] | None = None
     step_cost: StepCost | None = None
-    tenants: Mapping[str, Annotated[float, Limits(gt=0)]] = field(default_factory=dict)  # weights, by name
+    tenants: Mapping[str, float] = field(default_factory=dict)  # weights, by name
     print: Literal["none", "changed", "ir"] = "none"
 
     def __post_init__(self) -> None:
         check_fields(self)
         for name, weight in self.tenants.items():
-            if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < 2**31:
-                raise ConfigError(f"tenants has {name!r}: {weight!r}; a weight is a number above 0")
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.001 <= weight <= 1000:
+                raise ConfigError(
+                    f"tenants has {name!r}: {weight!r}; a weight is a number from 0.001 to 1000"
+                )
 
     @classmethod
     def of(cls, given: Any, where: str) -> Self:
