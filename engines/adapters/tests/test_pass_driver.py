@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sagellm.adapters import PassDriver, PassSettings, RequestTable, WaitingLine, orders_of
+from sagellm.adapters import PassDriver, PassSettings, RequestTable, WaitingQueue, decisions_of
 from sagellm.core import ConfigError, PluginRegistry, RequestRows, ScheduleIR, SchedulePlan, Tenant
 from sagellm.core.errors import UnknownProviderError
 from sagellm.core.protocols.request_rows import SCHEDULE_COLUMNS
@@ -115,36 +115,36 @@ def test_steps_are_noted_for_those_that_computed_something():
 
 def test_the_shortest_is_admitted_first():
     requests_of = table()
-    line = WaitingLine(requests_of)
+    queue = WaitingQueue(requests_of)
     for name, length in (("long", 90), ("short", 5), ("middle", 30)):
-        line.add_request(Theirs(name, length))
-    orders = driver("order=shortest").decide(
-        line.rows(), requests_of.running_rows([], has_prompts=False), **LIMITS
+        queue.add_request(Theirs(name, length))
+    decisions = driver("order=shortest").decide(
+        queue.rows(), requests_of.running_rows([], has_prompts=False), **LIMITS
     )
-    assert orders is not None
-    assert orders.admission is not None
-    line.open(orders.admission)
-    assert [line.pop_request().request_id for _ in range(3)] == ["short", "middle", "long"]
+    assert decisions is not None
+    assert decisions.admission is not None
+    queue.open(decisions.admission)
+    assert [queue.pop_request().request_id for _ in range(3)] == ["short", "middle", "long"]
 
 
 def test_nothing_decided_is_none():
     requests_of = table()
-    line = WaitingLine(requests_of)
-    line.add_request(Theirs("a"))
-    found = driver("null").decide(line.rows(), requests_of.running_rows([], has_prompts=False), **LIMITS)
+    queue = WaitingQueue(requests_of)
+    queue.add_request(Theirs("a"))
+    found = driver("null").decide(queue.rows(), requests_of.running_rows([], has_prompts=False), **LIMITS)
     assert found is None
-    assert driver("").decide(line.rows(), requests_of.running_rows([], has_prompts=False), **LIMITS) is None
+    assert driver("").decide(queue.rows(), requests_of.running_rows([], has_prompts=False), **LIMITS) is None
 
 
 def ir_of(*, waiting: int = 3, decodes: int = 2, prompts: int = 0) -> ScheduleIR:
     requests_of = table()
-    line = WaitingLine(requests_of)
+    queue = WaitingQueue(requests_of)
     for number in range(waiting):
-        line.add_request(Theirs(f"w{number}", 32))
+        queue.add_request(Theirs(f"w{number}", 32))
     rows = [running(f"p{number}", 200, 0) for number in range(prompts)]
     rows += [running(f"d{number}", 16, 16, 1) for number in range(decodes)]
     return ScheduleIR(
-        pending=line.rows(),
+        pending=queue.rows(),
         running=requests_of.running_rows(rows, has_prompts=bool(prompts)),
         block_size=16,
         **LIMITS,
@@ -153,48 +153,48 @@ def ir_of(*, waiting: int = 3, decodes: int = 2, prompts: int = 0) -> ScheduleIR
 
 def test_who_is_deferred_is_not_admitted_and_caps_are_by_row():
     ir = ir_of()
-    orders = orders_of(ir, ir.defer([1], "why").cap(5, pending=[2], running=[0]).cap(3, running=[0]))
-    assert orders is not None
-    assert orders.admission is not None
-    assert orders.admission.tolist() == [0, 2]
-    assert (orders.pending_caps, orders.running_caps) == ({2: 5}, {0: 3})
+    decisions = decisions_of(ir, ir.defer([1], "why").cap(5, pending=[2], running=[0]).cap(3, running=[0]))
+    assert decisions is not None
+    assert decisions.admission is not None
+    assert decisions.admission.tolist() == [0, 2]
+    assert (decisions.pending_caps, decisions.running_caps) == ({2: 5}, {0: 3})
 
 
 def test_caps_alone_leave_the_order_to_the_engine():
     ir = ir_of()
-    orders = orders_of(ir, ir.cap(5, pending=[2]))
-    assert orders is not None
-    assert orders.admission is orders.preemption is None
+    decisions = decisions_of(ir, ir.cap(5, pending=[2]))
+    assert decisions is not None
+    assert decisions.admission is decisions.preemption is None
 
 
 def test_who_is_preempted_is_not_admitted_in_the_same_step():
     ir = ir_of()
-    orders = orders_of(ir, ir.preempt([1]))
-    assert orders is not None
-    assert orders.preempted == (1,)
-    assert orders.admission is not None
-    assert orders.admission.tolist() == [0, 1, 2]
+    decisions = decisions_of(ir, ir.preempt([1]))
+    assert decisions is not None
+    assert decisions.preempted == (1,)
+    assert decisions.admission is not None
+    assert decisions.admission.tolist() == [0, 1, 2]
 
 
 def test_less_memory_admits_fewer():
     ir = ir_of()  # two blocks each
-    orders = orders_of(ir, ir.lower(available_memory=5))
-    assert orders is not None
-    assert orders.admission is not None
-    assert orders.admission.tolist() == [0, 1]
+    decisions = decisions_of(ir, ir.lower(available_memory=5))
+    assert decisions is not None
+    assert decisions.admission is not None
+    assert decisions.admission.tolist() == [0, 1]
 
 
 def test_a_lowered_budget_leaves_a_token_to_each_decode_behind_a_prompt():
     ir = ir_of(decodes=3, prompts=2)
-    orders = orders_of(ir, ir.lower(max_num_batched_tokens=53))
-    assert orders is not None
-    assert orders.max_num_batched_tokens == 53
-    assert orders.running_caps == {0: 49, 1: 1}, "the first prompt leaves one token to the second"
+    decisions = decisions_of(ir, ir.lower(max_num_batched_tokens=53))
+    assert decisions is not None
+    assert decisions.max_num_batched_tokens == 53
+    assert decisions.running_caps == {0: 49, 1: 1}, "the first prompt leaves one token to the second"
 
 
-def test_marks_to_swap_are_no_orders():
+def test_marks_to_swap_are_no_decisions():
     ir = ir_of()
-    assert orders_of(ir, ir.swap([0])) is None
+    assert decisions_of(ir, ir.swap([0])) is None
 
 
 @dataclass(frozen=True)
@@ -223,10 +223,10 @@ def with_pass(each: SchedulerPassProtocol) -> PassDriver:
 def test_passes_see_what_the_engine_computes():
     recording = Recording()
     made, requests_of = with_pass(recording), table()
-    line = WaitingLine(requests_of)
-    line.add_request(Theirs("w", 40))
+    queue = WaitingQueue(requests_of)
+    queue.add_request(Theirs("w", 40))
     requests = [running("a", 32, 16), running("b", 16, 16, 1)]
-    made.decide(line.rows(), requests_of.running_rows(requests, has_prompts=True), **LIMITS)
+    made.decide(queue.rows(), requests_of.running_rows(requests, has_prompts=True), **LIMITS)
     made.observe({"a": 16, "w": 40}, requests, admitted=[Admission(0, 40, 3, 0)], preempted=[1])
     (plan,) = recording.plans
     assert (plan.rows.tolist(), plan.num_tokens.tolist(), plan.num_new_blocks.tolist()) == ([0], [16], [1])
@@ -236,7 +236,7 @@ def test_passes_see_what_the_engine_computes():
 
 def test_a_pass_that_fails_is_removed_and_named(caplog):
     made, requests_of = with_pass(Recording(fails=True)), table()
-    rows = WaitingLine(requests_of).rows(), requests_of.running_rows([], has_prompts=False)
+    rows = WaitingQueue(requests_of).rows(), requests_of.running_rows([], has_prompts=False)
     assert made.decide(*rows, **LIMITS) is None
     assert list(made.failures) == ["recording"]
     assert "on purpose" in caplog.text

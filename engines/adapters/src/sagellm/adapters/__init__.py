@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from sagellm.adapters.pass_driver import PassDriver as PassDriver
     from sagellm.adapters.pass_settings import PassSettings as PassSettings
     from sagellm.adapters.request_table import RequestTable as RequestTable
-    from sagellm.adapters.step_orders import StepOrders as StepOrders, orders_of as orders_of
-    from sagellm.adapters.waiting_line import WaitingLine as WaitingLine
+    from sagellm.adapters.step_decisions import StepDecisions as StepDecisions, decisions_of as decisions_of
+    from sagellm.adapters.waiting_queue import WaitingQueue as WaitingQueue
 
 __version__ = "0.2.0"
 
@@ -19,9 +19,9 @@ _MODULE_OF = {
     "PassDriver": ".pass_driver",
     "PassSettings": ".pass_settings",
     "RequestTable": ".request_table",
-    "StepOrders": ".step_orders",
-    "WaitingLine": ".waiting_line",
-    "orders_of": ".step_orders",
+    "StepDecisions": ".step_decisions",
+    "WaitingQueue": ".waiting_queue",
+    "decisions_of": ".step_decisions",
 }
 
 __all__ = sorted(["__version__", *_MODULE_OF])

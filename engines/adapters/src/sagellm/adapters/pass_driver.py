@@ -10,7 +10,7 @@ import numpy as np
 
 from sagellm.adapters.pass_settings import PassSettings
 from sagellm.adapters.request_table import ForeignRequest
-from sagellm.adapters.step_orders import StepOrders, orders_of
+from sagellm.adapters.step_decisions import StepDecisions, decisions_of
 from sagellm.core import (
     PassError,
     PassMetrics,
@@ -109,7 +109,7 @@ class PassDriver:
         available_memory: int,
         max_num_batched_tokens: int,
         max_num_seqs: int,
-    ) -> StepOrders | None:
+    ) -> StepDecisions | None:
         """Return what the passes decide; None if that is nothing. Memory is blocks, free or evictable."""
         self._step += 1
         before = self._ir = self._template.updated(
@@ -129,7 +129,7 @@ class PassDriver:
             return None
         if self._observes:  # they may look at it once the engine has changed it
             _ = running.num_tokens, running.num_computed_tokens
-        return orders_of(before, after)
+        return decisions_of(before, after)
 
     def observe(
         self,
@@ -148,7 +148,7 @@ class PassDriver:
             return
         ir = self._ir
         plan = unchecked(
-            _Seen,
+            _ObservedPlan,
             pending=ir.pending,
             running=ir.running,
             step=ir.step,
@@ -181,7 +181,7 @@ def _observe(passes: Sequence[SchedulerPassProtocol]) -> bool:
     return any(type(each).observe is not SchedulerPassProtocol.observe for each in passes)
 
 
-class _Seen(SchedulePlan):
+class _ObservedPlan(SchedulePlan):
     """What an engine does in a step, as a plan. Few passes look at each running request."""
 
     requests: Sequence[ForeignRequest]

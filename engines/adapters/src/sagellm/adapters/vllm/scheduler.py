@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 from sagellm.adapters.pass_driver import PassDriver
 from sagellm.adapters.pass_settings import PassSettings
 from sagellm.adapters.request_table import RequestTable
-from sagellm.adapters.waiting_line import WaitingLine
+from sagellm.adapters.waiting_queue import WaitingQueue
 from sagellm.core import DEFAULT_TENANT, ConfigError, PassMetrics, PluginRegistry, ScheduleRequest, Tenant
 from sagellm.core.protocols.request_rows import PrefixHit
 from sagellm.core.protocols.scheduler_ir import Admission
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler as _Stock  # what both schedulers are beside it
 
-    from sagellm.adapters.step_orders import StepOrders
+    from sagellm.adapters.step_decisions import StepDecisions
 else:
     _Stock = object
 
@@ -37,7 +37,7 @@ TENANT, DEADLINE_S = "sagellm_tenant", "sagellm_deadline_s"
 """Entries of a request's `extra_args` (`vllm_xargs` over HTTP): its tenant, and seconds until it is due."""
 
 
-class _Line(WaitingLine[Request], RequestQueue):  # type: ignore[misc]
+class _Queue(WaitingQueue[Request], RequestQueue):  # type: ignore[misc]
     """vLLM's `waiting` queue."""
 
 
@@ -73,7 +73,7 @@ class _WithPasses(_Stock):  # type: ignore[misc]
         self._group_ids = list(range(len(self.kv_cache_config.kv_cache_groups)))
         self._num_groups = max(len(self._group_ids), 1)
         self._has_whole_hashes = self.hash_block_size == self.block_size and not self.has_mamba_layers
-        self.waiting: _Line = _Line(self._table)
+        self.waiting: _Queue = _Queue(self._table)
 
     def pass_metrics(self) -> list[PassMetrics]:
         """Return what each pass has cost and decided so far."""
@@ -98,37 +98,39 @@ class _WithPasses(_Stock):  # type: ignore[misc]
             can_admit = len(self.waiting) and len(self.running) < num_seats
             if num_free >= len(self.running) and not can_admit:
                 return super().schedule(*arguments, **keywords)
-        orders = driver.decide(
+        decisions = driver.decide(
             self.waiting.rows(),
             self._table.running_rows(self.running, has_prompts=has_prompts),
             available_memory=num_free,
             max_num_batched_tokens=self.max_num_scheduled_tokens,
             max_num_seqs=num_seats,
         )
-        if orders is None:
+        if decisions is None:
             output = super().schedule(*arguments, **keywords)
         else:
-            output = self._schedule_as(orders, arguments, keywords)
+            output = self._schedule_as(decisions, arguments, keywords)
         self._tell(output, has_prompts=has_prompts)
         return output
 
     def _schedule_as(
-        self, orders: StepOrders, arguments: Sequence[Any], keywords: Mapping[str, Any]
+        self, decisions: StepDecisions, arguments: Sequence[Any], keywords: Mapping[str, Any]
     ) -> SchedulerOutput:
-        """Plan a step within orders."""
-        running, line = self._table.running(), self.waiting
-        caps = {running[row]: cap for row, cap in orders.running_caps.items()}
-        caps |= dict(zip(line.requests_at(orders.pending_caps), orders.pending_caps.values(), strict=True))
+        """Plan a step within what the passes decide."""
+        running, queue = self._table.running(), self.waiting
+        caps = {running[row]: cap for row, cap in decisions.running_caps.items()}
+        caps |= dict(
+            zip(queue.requests_at(decisions.pending_caps), decisions.pending_caps.values(), strict=True)
+        )
         limits = self.max_num_scheduled_tokens, self.max_num_active_reqs
-        if orders.admission is not None:
-            line.open(orders.admission)
-        gone = self._preempt([running[row] for row in orders.preempted])
-        if orders.preemption is not None:
-            order = (running[row] for row in orders.preemption.tolist())
+        if decisions.admission is not None:
+            queue.open(decisions.admission)
+        gone = self._preempt([running[row] for row in decisions.preempted])
+        if decisions.preemption is not None:
+            order = (running[row] for row in decisions.preemption.tolist())
             self.running[:] = [request for request in order if request not in gone]
-        self.max_num_scheduled_tokens = min(orders.max_num_batched_tokens, limits[0])
+        self.max_num_scheduled_tokens = min(decisions.max_num_batched_tokens, limits[0])
         streaming = self.num_waiting_for_streaming_input
-        self.max_num_active_reqs = min(orders.max_num_seqs + streaming, limits[1])
+        self.max_num_active_reqs = min(decisions.max_num_seqs + streaming, limits[1])
         if caps and not self.need_mamba_block_aligned_split:
             self._caps = caps
             self._reserve_prefill_lookahead = self._capped
@@ -137,7 +139,7 @@ class _WithPasses(_Stock):  # type: ignore[misc]
         finally:
             self.max_num_scheduled_tokens, self.max_num_active_reqs = limits
             self.__dict__.pop("_reserve_prefill_lookahead", None)
-            line.close()
+            queue.close()
 
     def _preempt(self, requests: Sequence[Request]) -> set[Request]:
         """Preempt running requests as `schedule` does; return those whose blocks can be freed now."""

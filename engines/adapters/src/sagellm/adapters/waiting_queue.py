@@ -13,36 +13,36 @@ from sagellm.core import RequestRows
 
 Index = npt.NDArray[np.int32]
 
-_FIRST_ROOM = 64
+_FIRST_SIZE = 64
 
 
-class WaitingLine(Generic[R]):
-    """A line to whose end requests are added and to whose front they come back, as in vLLM's own queues.
+class WaitingQueue(Generic[R]):
+    """A queue to whose end requests are added and to whose front they come back, as in vLLM's own queues.
 
     Between `open` and `close` it yields requests in the order that passes chose, and is empty once only those
     are left that they deferred; `len` counts all of them at any time. Whoever is popped and comes back is at
-    the front of the line, and is not yielded again before the line is closed.
+    the front of the queue, and is not yielded again before the queue is closed.
 
     Adding and popping are O(1), amortised, and removing others O(waiting).
     """
 
     def __init__(self, table: RequestTable[R]) -> None:
         self._table = table
-        self._room: Index = np.empty(_FIRST_ROOM, np.int32)
-        self._start = self._end = _FIRST_ROOM // 2  # of the rows in the line
+        self._buffer: Index = np.empty(_FIRST_SIZE, np.int32)
+        self._start = self._end = _FIRST_SIZE // 2  # of the rows in the queue
         self._order: npt.NDArray[Any] | None = None  # positions that this step may yield, in order
-        self._planned = self._room[:0]  # their rows
+        self._planned = self._buffer[:0]  # their rows
         self._next = 0
-        self._popped: list[int] = []  # rows that a planned step has taken, still in the line
+        self._popped: list[int] = []  # rows that a planned step has taken, still in the queue
         self._taken: dict[int, int] = {}  # rows that were popped since `rows`, and their positions there
-        self._rows: RequestRows | None = None  # as long as the line stays the same
+        self._rows: RequestRows | None = None  # as long as the queue stays the same
 
     @property
-    def _line(self) -> Index:
-        return self._room[self._start : self._end]
+    def _queue(self) -> Index:
+        return self._buffer[self._start : self._end]
 
     def rows(self) -> RequestRows:
-        """Return the requests in the order of the line: the same object, as long as these are the same.
+        """Return the requests in the order of the queue: the same object, as long as these are the same.
 
         Valid until it is called again, whatever is popped.
         """
@@ -50,7 +50,7 @@ class WaitingLine(Generic[R]):
         if self._taken:
             self._taken = {}
         if self._rows is None:
-            self._rows = self._table.waiting_rows(self._line)
+            self._rows = self._table.waiting_rows(self._queue)
         return self._rows
 
     @property
@@ -59,18 +59,18 @@ class WaitingLine(Generic[R]):
         return self._rows is not None and not self._popped
 
     def open(self, order: npt.NDArray[Any]) -> None:
-        """Yield these positions of the line, in this order and no others, until it is closed."""
+        """Yield these positions of the queue, in this order and no others, until it is closed."""
         self._settle()
-        self._order, self._planned, self._next = order, self._line[order], 0
+        self._order, self._planned, self._next = order, self._queue[order], 0
 
     def close(self) -> None:
-        """Be the whole line again."""
+        """Be the whole queue again."""
         self._settle()
         self._order = None
 
     def requests_at(self, positions: Iterable[int]) -> list[R]:
-        """Return the requests at positions of the line, as long as nothing is added or popped."""
-        return [self._table.request_of(self._room.item(self._start + position)) for position in positions]
+        """Return the requests at positions of the queue, as long as nothing is added or popped."""
+        return [self._table.request_of(self._buffer.item(self._start + position)) for position in positions]
 
     def taken(self) -> dict[int, R]:
         """Return who was popped since `rows` and has not come back, by position there."""
@@ -79,9 +79,9 @@ class WaitingLine(Generic[R]):
     def add_request(self, request: R) -> None:
         """Add a request at the end."""
         self._changed()
-        if self._end == len(self._room):
-            self._make_room()
-        self._room[self._end] = self._table.enter(request)
+        if self._end == len(self._buffer):
+            self._grow()
+        self._buffer[self._end] = self._table.enter(request)
         self._end += 1
 
     def pop_request(self) -> R:
@@ -110,9 +110,9 @@ class WaitingLine(Generic[R]):
         self._changed()
         for request in requests:
             if not self._start:
-                self._make_room()
+                self._grow()
             self._start -= 1
-            self._room[self._start] = row = self._table.row_of(request)
+            self._buffer[self._start] = row = self._table.row_of(request)
             self._table.note_waiting(row)  # one that was preempted has output
             self._taken.pop(row, None)
 
@@ -135,13 +135,13 @@ class WaitingLine(Generic[R]):
 
     def __iter__(self) -> Iterator[R]:
         self._settle()
-        return iter([self._table.request_of(row) for row in self._line.tolist()])
+        return iter([self._table.request_of(row) for row in self._queue.tolist()])
 
     def _first(self) -> int:
         if self._order is None:
             if self._start == self._end:
                 raise IndexError("nothing waits")
-            return self._room.item(self._start)
+            return self._buffer.item(self._start)
         if self._next >= len(self._planned):
             raise IndexError("nothing that may be admitted waits")
         return self._planned.item(self._next)
@@ -151,21 +151,21 @@ class WaitingLine(Generic[R]):
         self._rows = None
 
     def _settle(self) -> None:
-        """Take out of the line what was popped."""
+        """Take out of the queue what was popped."""
         popped = self._popped
         if not popped:
             return
-        line, num_popped = self._line, len(popped)
-        if line[:num_popped].tolist() == popped:
+        queue, num_popped = self._queue, len(popped)
+        if queue[:num_popped].tolist() == popped:
             self._start += num_popped
         else:
-            self._keep(~np.isin(line, popped))
+            self._keep(~np.isin(queue, popped))
         self._popped, self._rows = [], None
 
     def _remove(self, requests: Iterable[R]) -> int:
         self._settle()
         rows = [row for request in requests if (row := self._table.find(request)) is not None]
-        stays = ~np.isin(self._line, rows)
+        stays = ~np.isin(self._queue, rows)
         num_removed = len(stays) - int(np.count_nonzero(stays))
         if num_removed:
             self._keep(stays)
@@ -174,15 +174,15 @@ class WaitingLine(Generic[R]):
 
     def _keep(self, stays: npt.NDArray[np.bool_]) -> None:
         """Move what stays to new memory: rows of this step still look at the old one."""
-        self._replace(self._line[stays])
+        self._replace(self._queue[stays])
 
-    def _make_room(self) -> None:
-        self._replace(self._line)
+    def _grow(self) -> None:
+        self._replace(self._queue)
 
-    def _replace(self, line: Index) -> None:
-        """Put a line in the middle of new memory."""
-        room = np.empty(max(_FIRST_ROOM, 3 * len(line)), np.int32)
-        self._start = (len(room) - len(line)) // 2
-        self._end = self._start + len(line)
-        room[self._start : self._end] = line
-        self._room = room
+    def _replace(self, queue: Index) -> None:
+        """Put a queue in the middle of new memory."""
+        buffer = np.empty(max(_FIRST_SIZE, 3 * len(queue)), np.int32)
+        self._start = (len(buffer) - len(queue)) // 2
+        self._end = self._start + len(queue)
+        buffer[self._start : self._end] = queue
+        self._buffer = buffer

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StepOrders:
+class StepDecisions:
     """The decisions about one step, in the terms of an engine that plans the rest itself.
 
     Positions are those of the rows that the passes saw. A cap of 0 has a running request sit the step out.
@@ -33,14 +33,14 @@ class StepOrders:
     max_num_seqs: int
 
 
-def orders_of(before: ScheduleIR, after: ScheduleIR) -> StepOrders | None:
+def decisions_of(before: ScheduleIR, after: ScheduleIR) -> StepDecisions | None:
     """Return what passes decided about a step; None if that is nothing.
 
     Marks to swap are not among it: whether KV is kept is up to the engine.
     """
     if all(each.kind == "swap" for each in after.decisions):
         return None
-    return StepOrders(
+    return StepDecisions(
         admission=_admission(before, after),
         preempted=tuple(after.preempted),
         preemption=after.preemption if _is_ordered(after, "running") else None,
@@ -58,7 +58,7 @@ def _is_ordered(ir: ScheduleIR, part: Part) -> bool:
 def _admission(before: ScheduleIR, after: ScheduleIR) -> Places | None:
     """Return who may be admitted, in order, without those for whom lowered memory does not suffice."""
     is_lowered = after.available_memory < before.available_memory
-    # Whoever is preempted comes back to the front of the line, and must not be admitted in the same step.
+    # Whoever is preempted comes back to the front of the queue, and must not be admitted in the same step.
     if not (_is_ordered(after, "pending") or after.deferred or after.preempted or is_lowered):
         return None
     order = after.admission
