@@ -74,6 +74,11 @@ class RequestTable(Generic[R]):
     def __len__(self) -> int:
         return len(self._row_of)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows in use and free: each row is less than that."""
+        return len(self._requests)
+
     def find(self, request: R) -> int | None:
         """Return the row of a request; None if it has none."""
         return self._row_of.get(request)
@@ -147,8 +152,11 @@ class RequestTable(Generic[R]):
         """
         if running != self._running:  # compares identities: 1 µs for 256
             self._running = list(running)  # a new list: earlier rows keep theirs
-            index = map(self.row_of, self._running)
-            self._running_index = np.fromiter(index, np.int32, len(self._running))
+            try:
+                index = [*map(self._row_of.__getitem__, self._running)]  # most have waited here
+            except KeyError:
+                index = [*map(self.row_of, self._running)]
+            self._running_index = np.array(index, np.int32)
             self._running_kept = {}
         requests = self._running
         columns = _Columns(

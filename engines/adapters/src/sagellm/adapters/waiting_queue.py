@@ -159,18 +159,25 @@ class WaitingQueue(Generic[R]):
         if queue[:num_popped].tolist() == popped:
             self._start += num_popped
         else:
-            self._keep(~np.isin(queue, popped))
+            self._keep(self._without(popped))
         self._popped, self._rows = [], None
 
     def _remove(self, requests: Iterable[R]) -> int:
         self._settle()
         rows = [row for request in requests if (row := self._table.find(request)) is not None]
-        stays = ~np.isin(self._queue, rows)
+        stays = self._without(rows)
         num_removed = len(stays) - int(np.count_nonzero(stays))
         if num_removed:
             self._keep(stays)
             self._rows = None
         return num_removed
+
+    def _without(self, rows: list[int]) -> npt.NDArray[np.bool_]:
+        """Return which of those in the queue are not at these rows of the table."""
+        stays = np.ones(self._table.num_rows, np.bool_)  # by row: `np.isin` sorts both
+        stays[rows] = False
+        queued: npt.NDArray[np.bool_] = stays[self._queue]
+        return queued
 
     def _keep(self, stays: npt.NDArray[np.bool_]) -> None:
         """Move what stays to new memory: rows of this step still look at the old one."""
