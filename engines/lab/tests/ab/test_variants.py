@@ -55,6 +55,7 @@ def test_equal_configurations_are_recognized():
         ("order=mlfq,order=none", "order is given twice"),
         ("order=mlfq,scheduler.order=none", "scheduler.order is given twice"),
         ("server.port=80", "changes nothing in a simulation"),
+        ("scheduler.print=ir", "changes nothing that is compared"),
         ("mlfq", "write key=value"),
         ("order=", "write key=value"),
         ("order={", "cannot be read"),

@@ -7,17 +7,21 @@ import signal
 import subprocess
 import sys
 from html.parser import HTMLParser
+from io import StringIO
 from random import Random
 
 import psutil
 import pytest
 
 from sagellm.core import TraceRequest
+from sagellm.engines.config.schema import EngineConfig
 from sagellm.lab.ab.processes import run_jobs
 from sagellm.lab.ab.run import Job, main
+from sagellm.lab.ab.study import Source, make_plan
+from sagellm.lab.ab.variants import read_variant
 from sagellm.lab.bench.errors import BenchmarkError
 from sagellm.lab.cli.ab import complete_variant
-from sagellm.lab.traces import write_trace
+from sagellm.lab.traces import read_trace, write_trace
 from sagellm.testing.patience import PATIENCE_S, wait_until
 
 COSTS = {
@@ -34,6 +38,23 @@ from sagellm.core import Provider, hookimpl
 def sagellm_providers():
     target = "sagellm.kvmgr.eviction:FIFOEvictionPolicy"
     return [Provider("eviction_policy", "moon", target, "by another name")]
+"""
+
+LOUD_FIFO = """
+import os, sys
+from sagellm.core import Provider, hookimpl
+from sagellm.kvmgr.eviction import FIFOEvictionPolicy
+
+class Loud(FIFOEvictionPolicy):
+    def on_insert(self, node):
+        print("inserted")
+        os.write(1, b"inserted")
+        sys.stderr.write(1000 * "said at length\\n")
+        super().on_insert(node)
+
+@hookimpl
+def sagellm_providers():
+    return [Provider("eviction_policy", "loud", "loud_plugin:Loud", "speaks")]
 """
 
 
@@ -208,6 +229,33 @@ def test_policies_of_plugins_are_compared(trace, sage, install):
     assert found.json["comparisons"][0]["is_identical"]
 
 
+def test_what_a_plugin_prints_does_not_disturb_its_run(trace, install):
+    install("loud-plugin", LOUD_FIFO)
+    config = {"kv.num_blocks": 12, "kv.block_size": 16}
+    loud, quiet = run_jobs(
+        [
+            Job(
+                name=name,
+                trace=str(trace),
+                config=config | {"prefix_cache.eviction_policy": name},
+                mode="cache",
+            )
+            for name in ("loud", "fifo")
+        ],
+        2,
+        lambda amount: None,
+    )
+    assert loud == quiet
+
+
+def test_runs_do_not_print_what_passes_do(trace):
+    config = EngineConfig().with_values({"scheduler.print": "ir", "kv.num_blocks": 12})
+    source = Source(path=trace, requests=read_trace(trace))
+    plan = make_plan(source, [read_variant(name, "default", config) for name in "ab"], None)
+    jobs = [each.job for each in (*plan.planned, *plan.bounds)]
+    assert {job.config["scheduler.print"] for job in jobs} == {"none"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -264,8 +312,8 @@ def test_an_interrupt_ends_the_processes(costs, tmp_path):
     assert not any(each.is_running() for each in workers)
 
 
-def test_a_job_is_run_without_torch(trace, costs, capsys):
-    code = "import sys; sys.modules['torch'] = None; from sagellm.lab.ab.run import main; main(sys.stdin)"
+def test_a_job_is_run_without_torch(trace, costs):
+    code = "import sys; sys.modules['torch'] = None; from sagellm.lab.ab.run import main; main(sys.stdin, sys.stdout)"
     config = {"kv.num_blocks": 50, "kv.block_size": 16}
     job = {"name": "a", "trace": str(trace), "config": config, "mode": "serving", "cost": str(costs)}
     done = subprocess.run(
@@ -274,8 +322,9 @@ def test_a_job_is_run_without_torch(trace, costs, capsys):
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert sum(line["done"] for line in lines[:-1]) == 48
     assert len(lines[-1]["result"]["rows"]["ttft_s"]) == 48
-    assert main([json.dumps(job | {"mode": "cache", "config": {"kv.block_size": 16}})]) == 0
-    assert "kv.num_blocks is null" in json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+    out = StringIO()
+    assert main([json.dumps(job | {"mode": "cache", "config": {"kv.block_size": 16}})], out) == 0
+    assert "kv.num_blocks is null" in json.loads(out.getvalue().splitlines()[-1])["error"]
 
 
 def test_the_tab_key_completes_variants():

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from threading import Lock
+from typing import IO
 
 from sagellm.core import ConfigError
 from sagellm.engines.progress import Advance
@@ -44,9 +47,17 @@ class _Running:
         self._is_stopped = False
 
     def run(self, job: Job) -> Result:
-        process = self._start()
-        if process is None:
-            raise BenchmarkError(f"{job.name}: stopped")
+        # Not a pipe: nobody reads it until the process has ended, and a full pipe would hold that up.
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+            process = self._start(errors)
+            if process is None:
+                raise BenchmarkError(f"{job.name}: stopped")
+            last = self._follow(process, job)
+            errors.seek(0)
+            return _result(job, last, deque(errors, _SHOWN_ERROR_LINES))
+
+    def _follow(self, process: subprocess.Popen[str], job: Job) -> dict[str, object]:
+        """Hand a process its job, and return the last line that it wrote."""
         assert process.stdin is not None and process.stdout is not None, "both are pipes"  # noqa: PT018
         last: dict[str, object] = {}
         with process:
@@ -58,11 +69,9 @@ class _Running:
                 if "done" in last:
                     with self._lock:
                         self._advance(float(str(last["done"])))
-            assert process.stderr is not None, "it is a pipe"
-            errors = process.stderr.read()
         with self._lock:
             self._processes.discard(process)
-        return _result(job, last, errors)
+        return last
 
     def stop(self) -> None:
         """End what still runs; what has not started does not start."""
@@ -72,7 +81,7 @@ class _Running:
                 with suppress(ProcessLookupError):
                     process.kill()
 
-    def _start(self) -> subprocess.Popen[str] | None:
+    def _start(self, errors: IO[str]) -> subprocess.Popen[str] | None:
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         with self._lock:
             if self._is_stopped:
@@ -81,7 +90,7 @@ class _Running:
                 [sys.executable, "-m", _PROGRAM],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=errors,
                 encoding="utf-8",
                 env=os.environ | single | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which ends them
@@ -90,11 +99,10 @@ class _Running:
         return process
 
 
-def _result(job: Job, last: dict[str, object], errors: str) -> Result:
+def _result(job: Job, last: dict[str, object], errors: Iterable[str]) -> Result:
     if isinstance(last.get("result"), dict):
         return Result(**last["result"])  # type: ignore[arg-type]
     if "error" in last:
         kind = ConfigError if last["is_usage"] else BenchmarkError
         raise kind(f"{job.name}: {last['error']}")
-    shown = "\n".join(errors.strip().splitlines()[-_SHOWN_ERROR_LINES:])
-    raise BenchmarkError(f"{job.name}: its process ended before it was done\n{shown}".rstrip())
+    raise BenchmarkError(f"{job.name}: its process ended before it was done\n{''.join(errors)}".rstrip())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from sagellm.core import ConfigError, SageLLMError, TraceRequest
 from sagellm.engines.config.schema import EngineConfig
@@ -126,9 +127,8 @@ def _replay(mode: Mode, requests: Sequence[TraceRequest], config: EngineConfig, 
     return Result(rows=rows, num_failed=num_refused, error=_NO_ROOM if num_refused else None)
 
 
-def main(lines: Iterable[str]) -> int:
+def main(lines: Iterable[str], out: IO[str]) -> int:
     """Run the job that the input holds; write how far it is, then its result or the error."""
-    out = sys.stdout
     job = Job(**json.loads("".join(lines)))
     num_done = 0.0
 
@@ -150,4 +150,6 @@ def main(lines: Iterable[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.stdin))
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
+        os.dup2(2, 1)  # whatever else a plugin prints is not a result
+        sys.exit(main(sys.stdin, results))

@@ -238,7 +238,7 @@ def _job(source: Source, variant: Variant, serving: Serving | None, mode: Mode) 
         trace=str(source.path),
         reader=source.reader,
         limit=source.limit,
-        config=variant.config.values(),
+        config=variant.config.with_values({"scheduler.print": "none"}).values(),
         mode=mode,
         oracle_error=variant.oracle_error,
     )

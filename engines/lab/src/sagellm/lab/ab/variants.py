@@ -28,6 +28,9 @@ _SIMULATED = ("kv", "prefix_cache", "scheduler", "predictor")
 KINDS = {short: PROVIDER_KINDS[key] for short, key in _SHORT.items()}
 """What a variant may write in short → the kind of provider that it names."""
 
+_PRINTED = "scheduler.print"
+"""For people who watch an engine; no run of a comparison prints."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -94,13 +97,16 @@ def _values(text: str) -> dict[str, Any]:
 def known_keys() -> list[str]:
     """Return what a variant may write before =."""
     settings = EngineConfig().values()
-    return [*_SHORT, *(key for key in settings if key.partition(".")[0] in _SIMULATED)]
+    simulated = (key for key in settings if key.partition(".")[0] in _SIMULATED and key != _PRINTED)
+    return [*_SHORT, *simulated]
 
 
 def _check_key(setting: str, key: str) -> None:
     known = known_keys()
     if setting in known:
         return
+    if setting == _PRINTED:
+        raise ConfigError(f"{key} changes nothing that is compared; leave it out")
     if setting in EngineConfig().values():
         raise ConfigError(f"{key} changes nothing in a simulation; those of {', '.join(_SIMULATED)} do")
     raise ConfigError(f"{key!r} is not a setting; possible are {', '.join(known)}.{nearest(key, known)}")
