@@ -266,7 +266,7 @@ def test_runs_do_not_print_what_passes_do(trace):
         (("--b", "default", "--num-blocks", "9", "--stretch", "2"), "--stretch is for serving"),
         (("--b", "eviction=lru"), "Say so with --num-blocks"),
         (("--cost", "COSTS", "--b", "order=mlfq{x=1}"), "b: scheduler.order: scheduler_pass 'mlfq' has no"),
-        (("--cost", "COSTS", "--b", "default", "--stretch", "-1"), "a: stretch is -1"),
+        (("--cost", "COSTS", "--b", "default", "--stretch", "-1"), ": stretch is -1"),
         (("--cost", "/nowhere.json", "--b", "default"), "cannot be read"),
         (("--cost", "COSTS", "--b", "default", "--html", "/nowhere/a.html"), "does not exist"),
     ],
@@ -284,6 +284,16 @@ def test_a_process_that_dies_is_named_with_what_it_said(trace, monkeypatch):
     job = Job(name="b", trace=str(trace), config={}, mode="cache")
     with pytest.raises(BenchmarkError, match=r"b: its process ended .*\n.*No module named"):
         run_jobs([job], 1, lambda amount: None)
+
+
+def test_a_run_that_fails_ends_the_others(trace, tmp_path, monkeypatch):
+    program = "import json, sys, time\nif json.load(sys.stdin)['name'] == 'b':\n    sys.exit('no luck')\n"
+    (tmp_path / "one_that_fails.py").write_text(program + f"time.sleep({PATIENCE_S})\nsys.exit('too late')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sagellm.lab.ab.processes._PROGRAM", "one_that_fails")
+    jobs = [Job(name=name, trace=str(trace), config={}, mode="cache") for name in "abc"]
+    with pytest.raises(BenchmarkError, match=r"^b: its process ended .*\nno luck$"):
+        run_jobs(jobs, 2, lambda amount: None)
 
 
 def test_an_interrupt_ends_the_processes(costs, tmp_path):
@@ -313,7 +323,10 @@ def test_an_interrupt_ends_the_processes(costs, tmp_path):
 
 
 def test_a_job_is_run_without_torch(trace, costs):
-    code = "import sys; sys.modules['torch'] = None; from sagellm.lab.ab.run import main; main(sys.stdin, sys.stdout)"
+    code = (
+        "import sys; sys.modules['torch'] = None; from sagellm.lab.ab.run import main; "
+        "main(sys.stdin, sys.stdout)"
+    )
     config = {"kv.num_blocks": 50, "kv.block_size": 16}
     job = {"name": "a", "trace": str(trace), "config": config, "mode": "serving", "cost": str(costs)}
     done = subprocess.run(

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict
 from threading import Lock
@@ -27,16 +27,17 @@ _SHOWN_ERROR_LINES = 5
 def run_jobs(jobs: Sequence[Job], num_processes: int, advance: Advance) -> list[Result]:
     """Run jobs and return their results in the order of the jobs.
 
-    Each process is a fresh interpreter and gets its job as JSON. `advance` is told of requests. Raises what
-    the first failing job raised, by the name of the job, once all processes have ended.
+    Each process is a fresh interpreter and gets its job as JSON. `advance` is told of requests. If one
+    fails the others are stopped, and its error, by the name of the job, is raised once all have ended.
     """
     running = _Running(advance)
     with ThreadPoolExecutor(min(num_processes, len(jobs)), "sagellm-ab") as threads:
         futures = [threads.submit(running.run, job) for job in jobs]
         try:
-            return [future.result() for future in futures]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             running.stop()
+        return [future.result() for future in futures if future in done]
 
 
 class _Running:
