@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from math import log1p
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -341,7 +342,7 @@ def judge_planted(outcomes: Outcomes, loads: range) -> list[dict[str, Any]]:
                 "covered_percent": share([each.low <= truth <= each.high for each in found]),
                 "half_width_percent": _percent(np.median([each.high - each.low for each in found]) / 2),
                 "num_requests_for_it": int(
-                    np.median([num_requests_for(truth, each, size) for each in found])
+                    np.median([num_requests_for(log1p(truth), each, size) for each in found])
                 ),
             }
         )

@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from sagellm.lab.ab.bootstrap import BlockBootstrap
-from sagellm.lab.ab.comparison import Comparison, Run, compare
+from sagellm.lab.ab.bootstrap import BlockBootstrap, Difference, Estimate
+from sagellm.lab.ab.comparison import Change, Comparison, Run, compare
 from sagellm.lab.ab.metrics import SAVED, SERVING_METRICS
 from sagellm.lab.ab.words import about, change_rows, change_text, figure_text, interval_text, verdict
 
@@ -68,6 +68,18 @@ def test_no_difference_says_how_many_requests_would_show_one(values):
     little = np.random.default_rng(3).normal(1.0, 0.005, 400)
     _, sentence = judged(run("a", values), run("b", little * values))
     assert sentence.endswith("; a difference of 1 % would have been found")
+
+
+@pytest.mark.parametrize(("log", "error", "times"), [(1.5, 0.7, 2.1), (-0.75, 0.35, 2.1), (0.1, 0.1, 9.6)])
+def test_what_a_relative_difference_needs_is_that_of_its_logarithm(log, error, times):
+    low, value, high = np.expm1([log - 2.262 * error, log, log + 2.262 * error])
+    relative = Estimate(value=value, low=low, high=high, standard_error=error)
+    change = Change(metric=TTFT, a=1.0, b=1 + value, difference=Difference(absolute=None, relative=relative))
+    found = Comparison(run=run("b", np.ones(400)), changes=[change], is_identical=False)
+    sentence = verdict(found, TTFT, BlockBootstrap(np.arange(400)), 400)
+    needed = re.search(r" ([\d,]+) one as large as this$", sentence)
+    assert needed is not None
+    assert int(needed[1].replace(",", "")) == pytest.approx(400 * (times - 1), rel=0.05)
 
 
 def test_shares_differ_by_points(values):

@@ -170,13 +170,14 @@ class BlockBootstrap:
         return counts
 
 
-def num_requests_for(relative: float, estimate: Estimate, num_requests: int, level: float = 0.95) -> int:
-    """Return how many requests show a relative difference so large in `POWER` of all cases.
+def num_requests_for(size: float, estimate: Estimate, num_requests: int, level: float = 0.95) -> int:
+    """Return how many requests show a difference so large in `POWER` of all cases.
 
+    `size` is one of what the estimate's error is of: of a relative difference log(1 + it).
     n · ((t of the level + z of the power) · standard error ÷ difference)², n the number now.
     """
     errors = student_t(level, _NUM_BLOCKS - 1) + NormalDist().inv_cdf(POWER)
-    return round(num_requests * (errors * estimate.standard_error / relative) ** 2)
+    return round(num_requests * (errors * estimate.standard_error / size) ** 2)
 
 
 def student_t(level: float, freedom: int) -> float:

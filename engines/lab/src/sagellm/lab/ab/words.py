@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log1p
+
 from sagellm.lab.ab.bootstrap import BlockBootstrap, Estimate, num_requests_for
 from sagellm.lab.ab.comparison import Change, Comparison, Run
 from sagellm.lab.ab.metrics import Metric
@@ -112,7 +114,8 @@ def _needed(change: Change, num_requests: int, level: float) -> str:
     estimate = change.shown
     assert estimate is not None, "there is an interval"
 
-    def missing(size: float) -> int:
+    def missing(difference: float) -> int:
+        size = difference if change.metric.is_share else log1p(difference)
         return num_requests_for(size, estimate, num_requests, level) - num_requests
 
     small = f"a difference of 1 {'point' if change.metric.is_share else '%'}"
@@ -121,7 +124,7 @@ def _needed(change: Change, num_requests: int, level: float) -> str:
     shown = f"about {_rounded(missing(SMALL)):,} more requests would show {small}"
     if abs(estimate.value) < 2 * SMALL:
         return shown
-    return f"{shown}, {_rounded(missing(abs(estimate.value))):,} one as large as this"
+    return f"{shown}, {_rounded(missing(estimate.value)):,} one as large as this"
 
 
 def _rounded(number: int) -> int:
