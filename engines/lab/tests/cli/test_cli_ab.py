@@ -143,12 +143,13 @@ def test_the_cache_alone_is_compared_without_costs(trace, sage):
     variants = ("--a", "eviction=lru", "--b", "prefix_cache.enabled=false")
     out = sage("llm", "ab", trace, "--num-blocks", "12", *variants).out
     lines = out.splitlines()
-    assert lines[0].startswith("48 requests in 24 sessions, 12 blocks of 16; 4 runs in ")
-    assert lines[2].split() == ["RUN", "PROMPT", "TOKENS", "SAVED"]
-    saved = [float(line.split()[-2]) for line in lines[3:7]]
+    assert lines[0] == "48 requests in 24 sessions, 12 blocks of 16 tokens; the prefix cache alone"
+    assert lines[1].startswith("4 runs in ")
+    assert lines[3].split() == ["RUN", "PROMPT", "TOKENS", "SAVED"]
+    saved = [float(line.split()[-2]) for line in lines[4:8]]
     assert saved[1] == 0 < saved[0] < saved[2] < saved[3], "LRU, the optimum, and a cache that never evicts"
-    assert lines[5].startswith("optimal eviction (Belady's policy)")
-    assert f" points fewer prompt tokens saved: 0.0 % instead of {saved[0]} % (95 %: " in lines[8]
+    assert lines[6].startswith("optimal eviction (Belady's policy)")
+    assert f" points fewer prompt tokens saved: 0.0 % instead of {saved[0]} % (95 %: " in lines[9]
 
 
 def test_the_same_configuration_is_run_and_said(trace, costs, sage):
@@ -205,6 +206,10 @@ def test_the_report_is_one_page_that_loads_nothing(trace, costs, sage, tmp_path)
     assert "prefers-color-scheme: dark" in text
     assert 'name="viewport"' in text
     assert page.tags.count("svg") >= 6, "two of differences, two distributions, two over time, and keys"
+    load = out.splitlines()[0]
+    assert load.startswith("48 requests in 24 sessions, 100 blocks of 16 tokens; serving on virtual time; ")
+    assert load.endswith("; steps cost what is in a file: by hand")
+    assert load in text
     verdict = next(line for line in out.splitlines() if line.startswith("b is "))
     assert verdict.replace(" %", "\u00a0%") in text
     refused = sage(*arguments)

@@ -15,7 +15,7 @@ from sagellm.lab.ab.comparison import Comparison, Run
 from sagellm.lab.ab.drawings import distributions, forest, marks_legend, over_time
 from sagellm.lab.ab.metrics import Column, Metric
 from sagellm.lab.ab.study import Study
-from sagellm.lab.ab.words import about, change_rows, figure_of
+from sagellm.lab.ab.words import about, about_load, change_rows, failures, figure_rows
 from sagellm.lab.files import write_text_lines
 
 _CSS = """
@@ -135,7 +135,7 @@ def _page(study: Study, command: str) -> Iterator[str]:
 def _head(study: Study, name: str) -> Iterator[str]:
     plan = study.plan
     yield f"<header><h1>Configurations on {name}</h1>"
-    yield f'<p class="soft">{escape(_what(study))}</p>'
+    yield f'<p class="soft">{escape(about_load(study))}</p>'
     yield _legend(study.runs)
     yield "</header>"
     yield '<h2>Verdict</h2><div class="grid">'
@@ -144,17 +144,6 @@ def _head(study: Study, name: str) -> Iterator[str]:
         yield f"<p>{escape(sentence)}</p></div>"
     yield "</div>"
     yield f'<p class="soft">{escape(about(study.bootstrap, len(study.comparisons), plan.headline))}</p>'
-
-
-def _what(study: Study) -> str:
-    plan, kv = study.plan, study.plan.variants[0].config.kv
-    how = "the prefix cache alone"
-    if plan.serving is not None:
-        how = f"serving on virtual time; steps cost: {plan.serving.costs.source}"
-    return (
-        f"{len(plan.source.requests):,} requests in {study.bootstrap.num_sessions:,} sessions, "
-        f"{kv.num_blocks:,} blocks of {kv.block_size} tokens; {how}"
-    )
 
 
 def _kind(found: Comparison, headline: Metric) -> str:
@@ -243,17 +232,13 @@ def _figure(svg: str, caption: str) -> str:
 
 
 def _tables(study: Study) -> Iterator[str]:
-    metrics = study.plan.metrics
     yield "<h2>Figures</h2>"
+    kinds = ["" for _ in study.runs] + ["bounds" for _ in study.bounds]
     yield _table(
-        ["run", *(each.title for each in metrics)],
-        [
-            *(("", [run.label, *(figure_of(each, run) for each in metrics)]) for run in study.runs),
-            *(("bounds", [f"{run.name} ({run.text})", *(figure_of(each, run) for each in metrics)])
-              for run in study.bounds),
-        ],
-    )  # fmt: skip
-    for note in [*study.plan.without, *_failures(study)]:
+        ["run", *(each.title for each in study.plan.metrics)],
+        list(zip(kinds, figure_rows(study), strict=True)),
+    )
+    for note in [*study.plan.without, *failures(study)]:
         yield f'<p class="soft">{escape(note)}</p>'
     for found in study.comparisons:
         if not found.is_identical:
@@ -262,12 +247,6 @@ def _tables(study: Study) -> Iterator[str]:
                 ["metric", "a", found.run.name, "change", "95 %"],
                 [("", row) for row in change_rows(found)],
             )
-
-
-def _failures(study: Study) -> Iterator[str]:
-    for run in study.runs:
-        if run.num_failed:
-            yield f"{run.name}: {run.num_failed:,} requests failed: {run.error}"
 
 
 def _table(head: Seq[str], rows: Seq[tuple[str, Seq[str]]]) -> str:

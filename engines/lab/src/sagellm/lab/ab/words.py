@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import log1p
+from typing import TYPE_CHECKING
 
 from sagellm.lab.ab.bootstrap import BlockBootstrap, Estimate, num_requests_for
-from sagellm.lab.ab.comparison import Change, Comparison, Run
+from sagellm.lab.ab.comparison import Change, Comparison
 from sagellm.lab.ab.metrics import Metric
+
+if TYPE_CHECKING:
+    from sagellm.lab.ab.study import Study
 
 SMALL = 0.01
 """The difference, a percent or a point, of which a verdict says how many requests would show it."""
@@ -23,9 +28,19 @@ def figure_text(metric: Metric, value: float | None) -> str:
     return f"{scale * value:,.{digits}f} {metric.unit}"
 
 
-def figure_of(metric: Metric, run: Run) -> str:
-    """Write a figure of a run; a dash if the run does not have it."""
-    return figure_text(metric, metric.of(run.columns) if metric.column in run.columns else None)
+def figure_rows(study: Study) -> list[tuple[str, ...]]:
+    """Return a row for each run, then for each bound: what it is, and its figures, a dash for none."""
+    labels = [each.label for each in study.runs] + [f"{each.name} ({each.text})" for each in study.bounds]
+    return [
+        (
+            label,
+            *(
+                figure_text(each, each.of(run.columns) if each.column in run.columns else None)
+                for each in study.plan.metrics
+            ),
+        )
+        for label, run in zip(labels, [*study.runs, *study.bounds], strict=True)
+    ]
 
 
 def change_text(change: Change) -> str:
@@ -97,6 +112,25 @@ def _clear(change: Change) -> str:
         return f"is {size} % {'slower' if is_more else 'faster'} in {metric.title} ({interval})"
     figures = f"{figure_text(metric, change.b)} instead of {figure_text(metric, change.a)}"
     return f"has {size} points {'more' if is_more else 'fewer'} {metric.title}: {figures} ({interval})"
+
+
+def about_load(study: Study) -> str:
+    """Say what was run: the requests, the memory, and what steps cost."""
+    plan, kv = study.plan, study.plan.variants[0].config.kv
+    how = "the prefix cache alone"
+    if plan.serving is not None:
+        how = f"serving on virtual time; steps cost what is in a file: {plan.serving.costs.source}"
+    return (
+        f"{len(plan.source.requests):,} requests in {study.bootstrap.num_sessions:,} sessions, "
+        f"{kv.num_blocks:,} blocks of {kv.block_size} tokens; {how}"
+    )
+
+
+def failures(study: Study) -> Iterator[str]:
+    """Yield what is said of each run in which requests failed."""
+    for run in study.runs:
+        if run.num_failed:
+            yield f"{run.name}: {run.num_failed:,} requests failed: {run.error}"
 
 
 def about(bootstrap: BlockBootstrap, num_others: int, headline: Metric) -> str:

@@ -29,7 +29,6 @@ from sagellm.lab.cli.serving_flags import (
 )
 
 if TYPE_CHECKING:
-    from sagellm.lab.ab.comparison import Comparison
     from sagellm.lab.ab.study import Plan, Study
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -158,35 +157,21 @@ def _plan(
 
 
 def _text(study: Study, elapsed_s: float) -> str:
-    from sagellm.lab.ab.words import about, figure_of
+    from sagellm.lab.ab.words import about, about_load, change_rows, failures, figure_rows
 
-    plan, bootstrap = study.plan, study.bootstrap
-    kv = plan.variants[0].config.kv
-    lines = [
-        f"{len(plan.source.requests):,} requests in {bootstrap.num_sessions:,} sessions, "
-        f"{kv.num_blocks:,} blocks of {kv.block_size}; {len(plan.planned) + len(plan.bounds)} runs in "
-        f"{elapsed_s:.1f} s"
-    ]
-    if plan.serving is not None:
-        lines.append(f"steps cost what is in a file: {plan.serving.costs.source}")
-    labels = [each.label for each in study.runs] + [f"{each.name} ({each.text})" for each in study.bounds]
-    rows = [
-        (label, *(figure_of(metric, run) for metric in plan.metrics))
-        for label, run in zip(labels, [*study.runs, *study.bounds], strict=True)
-    ]
+    plan = study.plan
     titles = ("RUN", *(metric.title.upper() for metric in plan.metrics))
-    lines += ["", columns(titles, rows), *plan.without]
-    for each in study.runs:
-        if each.num_failed:
-            lines.append(f"{each.name}: {each.num_failed:,} requests failed: {each.error}")
+    lines = [
+        about_load(study),
+        f"{len(plan.planned) + len(plan.bounds)} runs in {elapsed_s:.1f} s",
+        "",
+        columns(titles, figure_rows(study)),
+        *plan.without,
+        *failures(study),
+    ]
     for found, sentence in zip(study.comparisons, study.verdicts, strict=True):
         lines += ["", sentence]
         if not found.is_identical:
-            lines.append(_changes(found, study.a.name))
-    return "\n".join([*lines, "", about(bootstrap, len(study.comparisons), plan.headline)])
-
-
-def _changes(found: Comparison, a: str) -> str:
-    from sagellm.lab.ab.words import change_rows
-
-    return columns(("METRIC", a.upper(), found.run.name.upper(), "CHANGE", "95 %"), change_rows(found))
+            heads = ("METRIC", study.a.name.upper(), found.run.name.upper(), "CHANGE", "95 %")
+            lines.append(columns(heads, change_rows(found)))
+    return "\n".join([*lines, "", about(study.bootstrap, len(study.comparisons), plan.headline)])
