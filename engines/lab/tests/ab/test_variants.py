@@ -18,7 +18,7 @@ def read(text: str, **settings: float):
 @pytest.mark.parametrize("text", ["default", "", "  "])
 def test_the_default_changes_nothing(text):
     assert read(text).config == CONFIG
-    assert read(text).label == "b: default"
+    assert read(text).text == "default"
 
 
 def test_a_variant_changes_what_it_names():

@@ -45,11 +45,6 @@ class Variant:
         """Say whether both configure the same."""
         return self.config == other.config and self.oracle_error == other.oracle_error
 
-    @property
-    def label(self) -> str:
-        """The name, and what the variant changes."""
-        return f"{self.name}: {self.text}"
-
 
 def read_variant(name: str, text: str, config: EngineConfig, *, oracle_error: float | None = None) -> Variant:
     """Read what a variant changes in a configuration; `default` or nothing is the configuration itself.
