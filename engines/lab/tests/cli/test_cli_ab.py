@@ -169,6 +169,21 @@ def test_the_same_command_finds_the_same_in_any_number_of_processes(trace, costs
     assert sage(*arguments, "--jobs", "1").out == sage(*arguments, "--jobs", "2").out
 
 
+def test_as_many_run_at_once_as_there_are_cores_for_the_process(trace, costs, sage, monkeypatch):
+    asked = []
+
+    def refuse(jobs, num_processes, advance):
+        asked.append(num_processes)
+        raise BenchmarkError("not today")
+
+    monkeypatch.setattr("sagellm.lab.ab.study.run_jobs", refuse)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {1, 4, 7}, raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    for more in ((), ("--jobs", "2")):
+        assert "not today" in sage("llm", "ab", trace, "--cost", costs, "--b", "order=mlfq", *more).err
+    assert asked == [3, 2]
+
+
 def test_a_trace_of_lengths_has_no_optimal_eviction(lengths, costs, sage):
     found = sage("llm", "ab", lengths, "--cost", costs, "--b", "order=mlfq", "--json").json
     assert [run["name"] for run in found["bounds"]] == ["exact lengths", "in order of arrival"]

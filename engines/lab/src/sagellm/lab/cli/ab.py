@@ -76,7 +76,9 @@ AB_FLAGS = (
         "saved]",
     ),
     flag("html", Path, "FILE", "Write a report: one page with figures and plots."),
-    flag("jobs", int, "INT", "Processes at once. [default: one for each core]", min=1),
+    flag(
+        "jobs", int, "INT", "Processes at once. [default: one for each core that the process may use]", min=1
+    ),
     *SERVING_FLAGS,
 )
 
@@ -112,7 +114,7 @@ def ab(
     plan = _plan(trace, options, texts, config, bounds=bounds)
     with progress_bar("comparing", total=plan.num_requests_to_run, unit="requests") as advance:
         started = time.perf_counter()
-        study = run_study(plan, options.get("jobs") or os.cpu_count() or 1, advance)
+        study = run_study(plan, options.get("jobs") or _num_usable_cores(), advance)
         elapsed_s = time.perf_counter() - started
     if html is not None:
         from sagellm.lab.ab.report import write_report
@@ -122,6 +124,10 @@ def ab(
         print_json(study.as_json())
     else:
         typer.echo(_text(study, elapsed_s))
+
+
+def _num_usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _plan(
