@@ -279,7 +279,7 @@ def test_runs_do_not_print_what_passes_do(trace):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--cost", "COSTS"), "Give a variant with --b"),
+        (("--cost", "COSTS"), "nothing to compare a with; give a variant, such as --b"),
         (("--cost", "COSTS", "--b", "eviciton=lru"), "Did you mean 'eviction'?"),
         (("--cost", "COSTS", "--b", "default", "--headline", "tftt"), "Did you mean 'ttft'?"),
         (("--b", "default", "--num-blocks", "9", "--headline", "ttft"), "possible are saved"),

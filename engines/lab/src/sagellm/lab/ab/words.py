@@ -88,7 +88,7 @@ def verdict(compared: Comparison, headline: Metric, bootstrap: BlockBootstrap, n
         few = f"{bootstrap.num_sessions} sessions are too few for an interval"
         return f"{name}: {change_text(change)} {title}; {few}"
     if change.shown is None:
-        return f"{name}: nothing can be said of {title}, of which there is none under a or {name}"
+        return f"{name}: {title} cannot be compared: it is zero or unknown in a or {name}"
     interval = f"95 %: {interval_text(change)}"
     if not change.shown.is_clear:
         needed = _needed(change, num_requests, bootstrap.level)

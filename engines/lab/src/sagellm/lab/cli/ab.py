@@ -110,7 +110,7 @@ def ab(
     check_targets(html, overwrite=overwrite, source=trace)
     texts = {name: options[name] for name in ("a", "b", *_MORE) if name in options}
     if not texts.keys() - {"a"}:
-        raise ConfigError("what is compared? Give a variant with --b: --b 'order=mlfq'")
+        raise ConfigError("there is nothing to compare a with; give a variant, such as --b 'order=mlfq'")
     plan = _plan(trace, options, texts, config, bounds=bounds)
     with progress_bar("comparing", total=plan.num_requests_to_run, unit="requests") as advance:
         started = time.perf_counter()
