@@ -140,7 +140,7 @@ class StubbornEviction(BlurredEviction):
 
 
 class Plugin:
-    """Offers both to the registry."""
+    """Offers the random pass and both random policies to the registry."""
 
     @hookimpl
     def sagellm_providers(self) -> list[Provider]:
@@ -154,7 +154,7 @@ class Plugin:
 
 @cache
 def registry() -> PluginRegistry:
-    """Return what is installed, and these two."""
+    """Return what is installed, and what `Plugin` offers."""
     found = PluginRegistry.load()
     found.register(Plugin(), distribution="benchmarks")
     return found
