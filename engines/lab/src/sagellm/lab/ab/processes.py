@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from threading import Lock
@@ -22,6 +22,7 @@ from sagellm.lab.bench.errors import BenchmarkError
 
 _PROGRAM = "sagellm.lab.ab.run"
 _SHOWN_ERROR_LINES = 5
+_LONGEST_WAIT_S = 0.2
 
 
 def run_jobs(jobs: Sequence[Job], num_processes: int, advance: Advance) -> list[Result]:
@@ -32,12 +33,21 @@ def run_jobs(jobs: Sequence[Job], num_processes: int, advance: Advance) -> list[
     """
     running = _Running(advance)
     with ThreadPoolExecutor(min(num_processes, len(jobs)), "sagellm-ab") as threads:
-        futures = [threads.submit(running.run, job) for job in jobs]
         try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            futures = [threads.submit(running.run, job) for job in jobs]
+            return [_await(future) for future in futures]
+        except Exception as error:
+            raise running.first_error or error from None
         finally:
             running.stop()
-        return [future.result() for future in futures if future in done]
+
+
+def _await(future: Future[Result]) -> Result:
+    """Return or raise what the future holds. An interrupt that comes just before a wait is seen after it."""
+    while not future.done():
+        with suppress(TimeoutError):
+            future.exception(_LONGEST_WAIT_S)
+    return future.result()
 
 
 class _Running:
@@ -46,8 +56,19 @@ class _Running:
         self._lock = Lock()
         self._processes: set[subprocess.Popen[str]] = set()
         self._is_stopped = False
+        self.first_error: Exception | None = None
 
     def run(self, job: Job) -> Result:
+        """Run a job; if that fails, all others are stopped."""
+        try:
+            return self._run(job)
+        except Exception as error:
+            if not self._is_stopped:
+                self.first_error = error
+                self.stop()
+            raise
+
+    def _run(self, job: Job) -> Result:
         # Not a pipe: nobody reads it until the process has ended, and a full pipe would hold that up.
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
             process = self._start(errors)
