@@ -36,7 +36,7 @@ from sagellm.core.protocols.step import CopyBlocks, KVOp, Seat
 from sagellm.core.request import RequestRecord, StepRecord
 from sagellm.engines.attention.progress_hook import ProgressHook
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
-from sagellm.engines.engine_core.observers import MeasuredWatcher, Observers, Watchers
+from sagellm.engines.engine_core.observers import Observers, Shadows, Watchers
 from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.predictions import Predictions
 from sagellm.engines.engine_core.preparing import Preparing
@@ -136,7 +136,7 @@ class EngineCore(EngineProtocol):
         self.add_metrics("recorder", parts.recorder.metrics)
         self.add_metrics("lifetime_predictor", self._predictions.metrics)
         self.watchers = Watchers(parts.registry)
-        self.shadows: MeasuredWatcher | None = None
+        self.shadows: Shadows | None = None
         self._add_speculation()
         self._request_observers = Observers(parts.registry, "sagellm_request_finished")
         self._step_observers = Observers(parts.registry, "sagellm_step_finished")
@@ -249,7 +249,10 @@ class EngineCore(EngineProtocol):
         return self.scheduler.num_waiting + self.scheduler.num_running + len(self._preparing) > 0
 
     def use_idle_time(self) -> bool:
-        """Let the backend prepare what later steps need; finish fetches whose requests were aborted."""
+        """Let the backend prepare what later steps need; finish fetches whose requests were aborted.
+
+        Returns whether there is more to do.
+        """
         if self.kv.num_fetches:
             try:
                 self.kv.poll()
@@ -257,6 +260,8 @@ class EngineCore(EngineProtocol):
                 logger.exception("an idle engine failed: %s", self.parts.registry.describe(error))
         if self.watchers:
             self.watchers.stepped(self._clock.now_ns())
+        if self.shadows is not None and self.shadows.is_behind:
+            return True
         return self.parts.worker is not None and self.runner.backend.use_idle_time()
 
     def close(self) -> None:
@@ -298,7 +303,7 @@ class EngineCore(EngineProtocol):
         self.scheduler.speculation = self.parts.make_speculation(spec)
         self._add_speculation()
 
-    def run_shadows(self, shadows: MeasuredWatcher | None) -> None:
+    def run_shadows(self, shadows: Shadows | None) -> None:
         """Run shadow caches beside the prefix cache from now on, in place of those that do."""
         self.parts.metrics_of.pop("shadows", None)
         if self.shadows is not None:

@@ -70,11 +70,15 @@ class Watcher(Protocol):
         """A step is over, or the engine is idle. What changes policies does so here."""
 
 
-class MeasuredWatcher(Watcher, Protocol):
-    """A watcher whose figures are among the engine's metrics."""
+class Shadows(Watcher, Protocol):
+    """Caches that run beside the engine's own; their figures are among its metrics."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether an idle engine has something to tell them."""
 
     def metrics(self) -> Any:
-        """Return its figures."""
+        """Return their figures."""
 
 
 class Watchers:

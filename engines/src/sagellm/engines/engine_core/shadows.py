@@ -258,6 +258,11 @@ class ShadowCaches:
             if first.served is not None:
                 self.take(first.served)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the next call of `stepped` takes something in."""
+        return bool(self._ends or (self._held and self._held[0].sequence is None))
+
     def take(self, served: Served) -> None:
         """Take in a request, in all shadows."""
         began_ns = self._now_ns()
