@@ -111,7 +111,7 @@ def test_outputs_are_stocks_with_preemption_and_the_shortest_comes_first_if_aske
     rng = random.Random(1)
     requests = [[index, rng.randrange(4, 200), rng.randrange(4, 64)] for index in range(96)]
     vllm = VLLM()
-    vllm.ask("load", str(tmp_path / "model"), is_async, 2)
+    vllm.ask("load", str(tmp_path / "model"), is_async, 2, FEW_BLOCKS)
     stock, same = (vllm.ask("run", passes, requests, FEW_BLOCKS) for passes in (None, "null"))
     shortest = vllm.ask("run", "order=shortest", requests, FEW_BLOCKS)
     vllm.end()
