@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -18,6 +19,9 @@ from sagellm.engines.whole_file import whole_file
 from sagellm.lab.bench import spread as lab_spread
 
 RESULTS = Path(__file__).parent / "results"
+
+Measure = Callable[[argparse.Namespace], dict[str, Any]]
+"""A part of a benchmark that can be measured without the others."""
 
 
 def spread(values: list[float], digits: int = 4) -> dict[str, Any]:
@@ -63,10 +67,33 @@ def machine_line() -> str:
 
 def publish(name: str, text: str, options: argparse.Namespace, **figures: Any) -> None:
     """Print a table, or with --json one JSON object with the machine; keep the latter in --save's file."""
-    found = record(name, **figures)
+    _put(record(name, **figures), text, options)
+
+
+def publish_parts(
+    name: str,
+    measures: Mapping[str, Measure],
+    chosen: Iterable[str],
+    text_of: Callable[[dict[str, Any]], str],
+    options: argparse.Namespace,
+) -> None:
+    """Measure the chosen parts, and publish them with what the kept file has of the others.
+
+    Each part says on what machine it was measured, and how many cores others kept busy as it began.
+    """
+    kept = json.loads(options.save.read_text(encoding="utf-8")) if options.save.exists() else {}
+    for part in chosen:
+        others = foreign_cores()
+        figures = measures[part](options)
+        kept[part] = {"foreign_cores": others, **figures, "machine": describe_machine()}
+    found = {part: kept[part] for part in measures if part in kept}
+    _put({"benchmark": name, **found}, text_of(found), options)
+
+
+def _put(found: dict[str, Any], text: str, options: argparse.Namespace) -> None:
     json_text = json.dumps(found, indent=1) + "\n"
     save(options.save, json_text)
-    print(json_text if options.json else f"{text}\n\n{found['machine']['cpu']}; kept in {options.save}")
+    print(json_text if options.json else f"{text}\n\n{describe_machine()['cpu']}; kept in {options.save}")
 
 
 def output_flags(parser: argparse.ArgumentParser, name: str) -> None:

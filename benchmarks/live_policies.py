@@ -20,12 +20,13 @@ import itertools
 import json
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import httpx
-from common import foreign_cores, output_flags, publish, ratio_of_pairs, spread
+from common import Measure, output_flags, publish_parts, ratio_of_pairs, spread
 from make_model import ensure
 from record_chat import MAX_TOKENS, chat_with_server
 from served import served
@@ -54,7 +55,7 @@ WORDS = ("river", "stone", "lamp", "cloud", "paper", "chair", "glass", "honey", 
 
 
 async def streams(client: httpx.AsyncClient) -> list[str]:
-    """Stream 100 greedy completions at once; return what each says, or how it failed."""
+    """Stream 100 greedy completions at once; return what each says."""
 
     async def stream(number: int) -> str:
         prompt = (
@@ -62,12 +63,14 @@ async def streams(client: httpx.AsyncClient) -> list[str]:
             + f" {number}"
         )
         body = {"model": "embedded", "prompt": prompt, "max_tokens": 160, "temperature": 0, "stream": True}
-        parts: list[str] = []
+        choices: list[dict[str, Any]] = []
         async with client.stream("POST", "/completions", json={**body, "ignore_eos": True}) as answer:
+            answer.raise_for_status()
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
-                    parts.append(line)
-        return "".join(json.loads(part[6:])["choices"][0]["text"] for part in parts)
+                    choices += json.loads(line[6:])["choices"]
+        assert choices[-1]["finish_reason"] == "length", f"stream {number} ended with {choices[-1]}"
+        return "".join(choice["text"] for choice in choices)
 
     return await asyncio.gather(*(stream(number) for number in range(NUM_STREAMS)))
 
@@ -281,22 +284,16 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8771)
     output_flags(parser, "live-policies")
     options = parser.parse_args()
-    others = foreign_cores()
-    kept: dict[str, Any] = json.loads(options.save.read_text()) if options.save.exists() else {}
-    found = {name: kept[name] for name in PARTS if name in kept}
+    chosen = [name for name in options.parts if name != "samples" or options.trace is not None]
     with tempfile.TemporaryDirectory() as folder:
-        if "switches" in options.parts:
-            found["switches"] = switches(options)
-        if "guard" in options.parts:
-            found["guard"] = guard(options)
-        if "shadows" in options.parts:
-            found["shadows"] = shadows(options, folder)
-        if "cost" in options.parts:
-            found["cost"] = cost(options, folder)
-        if "samples" in options.parts and options.trace is not None:
-            found["samples"] = samples(options)
-    text = json.dumps(found, indent=1)
-    publish("live-policies", text, options, foreign_cores=others, **found)
+        measures: dict[str, Measure] = {
+            "switches": switches,
+            "guard": guard,
+            "shadows": partial(shadows, folder=folder),
+            "cost": partial(cost, folder=folder),
+            "samples": samples,
+        }
+        publish_parts("live-policies", measures, chosen, lambda found: json.dumps(found, indent=1), options)
 
 
 if __name__ == "__main__":

@@ -18,27 +18,29 @@ Each part that runs replaces its own figures in the kept file.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from common import foreign_cores, output_flags, publish, ratio_of_pairs, spread
+from common import Measure, output_flags, publish_parts, ratio_of_pairs, spread
 from make_model import ensure
 from peer import Conversation, Peer
 
 from sagellm.engines.testing import make_checkpoint
 
-PARTS = ("outputs", "order", "step", "throughput", "eviction")
 PASSES = "order=shortest,share=fair-share,chunk=chunked-prefill"
 """The passes of our engine's default."""
 
 NUM_REQUESTS, FEW_BLOCKS, MANY_BLOCKS = 256, 64, 2048
-THROUGHPUT = {"2 layers": (128, 8, MANY_BLOCKS), "0.6B": (64, 1, 512)}
+THROUGHPUT = {"2-layers": (128, 8, MANY_BLOCKS), "0.6B": (64, 1, 512)}
 """By model: requests of a race, races of a pair, blocks."""
+
+PARTS = ("outputs", "order", "step", *(f"throughput-{model}" for model in THROUGHPUT), "eviction")
 
 POLICIES = ("lru", "arc", "sagellm-eviction-policy:lru", "s3fifo", "reuse")
 CAPACITIES = (1000, 5000, 10_000, 50_000)
@@ -64,27 +66,18 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--trace", type=Path, help="of Mooncake's format, for `eviction`")
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument(
-        "--models", choices=THROUGHPUT, nargs="+", default=[*THROUGHPUT], help="of `throughput`"
-    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--threads", type=int, default=2)
     output_flags(parser, "vllm-adapter-amx-2core")
     options = parser.parse_args()
-    measures = {
+    measures: dict[str, Measure] = {
         "outputs": outputs,
         "order": order,
         "step": step_times,
-        "throughput": throughput,
+        **{f"throughput-{model}": partial(throughput, model=model) for model in THROUGHPUT},
         "eviction": eviction,
     }
-    kept: dict[str, Any] = json.loads(options.save.read_text()) if options.save.exists() else {}
-    found = {name: kept[name] for name in PARTS if name in kept}
-    for name in options.part:
-        measured = {"foreign_cores": foreign_cores(), **measures[name](options)}
-        found[name] = found.get(name, {}) | measured if name == "throughput" else measured
-    text = "\n\n".join(_TEXTS[name](found[name]) for name in PARTS if name in found)
-    publish("vllm_adapter", text, options, **found)
+    publish_parts("vllm_adapter", measures, options.part, _text, options)
 
 
 def _vllm(options: argparse.Namespace) -> Conversation:
@@ -177,11 +170,11 @@ def step_times(options: argparse.Namespace) -> dict[str, Any]:
     return {"passes": PASSES, "rows": rows}
 
 
-def throughput(options: argparse.Namespace) -> dict[str, Any]:
-    """Run pairs of the same load with each model."""
+def throughput(options: argparse.Namespace, *, model: str) -> dict[str, Any]:
+    """Run pairs of the same load with a model."""
     with tempfile.TemporaryDirectory() as folder:
-        models = {"2 layers": _small(folder), "0.6B": ensure(Path(folder) / "0.6b")}
-        return {name: _races(options, models[name], *THROUGHPUT[name]) for name in options.models}
+        path = _small(folder) if model == "2-layers" else ensure(Path(folder) / "0.6b")
+        return _races(options, path, *THROUGHPUT[model])
 
 
 def _races(
@@ -257,13 +250,11 @@ def _step_text(found: dict[str, Any]) -> str:
     return "\n".join((head, *rows))
 
 
-def _throughput_text(found: dict[str, Any]) -> str:
-    return "\n".join(
-        f"throughput, {name}, ours ÷ stock: {row['ratio']:.3f} "
-        f"(95 %: {row['interval_95'][0]:.3f} to {row['interval_95'][1]:.3f}) "
-        f"of {row['pairs']} pairs; of CPU time {row['of_cpu']['ratio']:.3f}"
-        for name, row in found.items()
-        if name in THROUGHPUT
+def _throughput_text(found: dict[str, Any], *, model: str) -> str:
+    low, high = found["interval_95"]
+    return (
+        f"throughput, {model}, ours ÷ stock: {found['ratio']:.3f} (95 %: {low:.3f} to {high:.3f}) "
+        f"of {found['pairs']} pairs; of CPU time {found['of_cpu']['ratio']:.3f}"
     )
 
 
@@ -277,13 +268,17 @@ def _eviction_text(found: dict[str, Any]) -> str:
     return "\n".join((head, *rows))
 
 
-_TEXTS = {
+_TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "outputs": _outputs_text,
     "order": _order_text,
     "step": _step_text,
-    "throughput": _throughput_text,
+    **{f"throughput-{model}": partial(_throughput_text, model=model) for model in THROUGHPUT},
     "eviction": _eviction_text,
 }
+
+
+def _text(found: dict[str, Any]) -> str:
+    return "\n\n".join(_TEXTS[name](part) for name, part in found.items())
 
 
 if __name__ == "__main__":
