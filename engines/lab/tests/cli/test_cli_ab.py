@@ -160,8 +160,21 @@ def test_the_same_configuration_is_run_and_said(trace, costs, sage):
     assert found["bounds"] == []
     same, other = found["comparisons"]
     assert same["verdict"] == "b has the same configuration as a: every request came out the same"
-    assert other["verdict"] == "c is identical to a: every request came out the same"
+    assert other["verdict"].startswith("c is identical to a: every request came out the same; ")
     assert (same["is_identical"], other["is_same_configuration"]) == (True, False)
+
+
+def test_what_decides_nothing_in_the_cache_alone_is_said(trace, sage):
+    arguments = ("--num-blocks", "12", "--b", "order=none,share=none", "--no-bounds", "--json")
+    [found] = sage("llm", "ab", trace, *arguments).json["comparisons"]
+    assert "without --cost only the cache is replayed: order, share, " in found["verdict"]
+
+
+def test_blocks_that_nobody_named_are_said_to_be_those_of_the_costs(trace, costs, sage):
+    arguments = ("llm", "ab", trace, "--cost", costs, "--b", "order=mlfq", "--no-bounds")
+    said = "what the memory in the costs holds; --num-blocks is what your server has"
+    assert f", 100 blocks of 16 tokens ({said}); serving" in sage(*arguments).out
+    assert said not in sage(*arguments, "--num-blocks", "100").out
 
 
 def test_the_same_command_finds_the_same_in_any_number_of_processes(trace, costs, sage):
@@ -222,7 +235,7 @@ def test_the_report_is_one_page_that_loads_nothing(trace, costs, sage, tmp_path)
     assert 'name="viewport"' in text
     assert page.tags.count("svg") >= 6, "two of differences, two distributions, two over time, and keys"
     load = out.splitlines()[0]
-    assert load.startswith("48 requests in 24 sessions, 100 blocks of 16 tokens; serving on virtual time; ")
+    assert load.startswith("48 requests in 24 sessions, 100 blocks of 16 tokens (what the memory in the ")
     assert load.endswith("; steps cost what is in a file: by hand")
     assert load in text
     verdict = next(line for line in out.splitlines() if line.startswith("b is "))

@@ -66,6 +66,9 @@ class Plan:
     planned: list[Planned]
     bounds: list[Planned]
     without: list[str]  # why a bound is missing
+    has_assumed_blocks: bool = (
+        False  # nobody said how many there are, so `a` has what the costs' memory holds
+    )
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -145,6 +148,7 @@ def make_plan(
             f"the trace {source.path} has requests of which only lengths are known, so there is nothing to "
             "reuse; compare serving with --cost FILE"
         )
+    has_assumed_blocks = not variants[0].config.kv.num_blocks
     variants = [_with_blocks(each, serving) for each in variants]
     without: list[str] = []
     bounds: list[Planned] = []
@@ -168,6 +172,7 @@ def make_plan(
         ],
         bounds=bounds,
         without=without,
+        has_assumed_blocks=has_assumed_blocks,
     )
 
 

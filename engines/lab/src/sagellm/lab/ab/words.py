@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 SMALL = 0.01
 """The difference, a percent or a point, of which a verdict says how many requests would show it."""
 
+_ASSUMED_BLOCKS = "what the memory in the costs holds; --num-blocks is what your server has"
+
+_NO_QUEUE = "where hardly any request waits, fewer --num-blocks or --stretch 0.1 make a queue"
+_CACHE_ALONE = (
+    "without --cost only the cache is replayed: order, share, preempt, chunk and predictor decide nothing "
+    "there, and eviction only where --num-blocks run out"
+)
+"""Why runs are identical, as far as a user can do something about it."""
+
 _LARGE = 2.0
 """From this relative difference on, people read times rather than percents."""
 
@@ -81,8 +90,10 @@ def verdict(compared: Comparison, headline: Metric, bootstrap: BlockBootstrap, n
     """Say in a sentence whether b differs from a in the headline, and how sure that is."""
     name, title = compared.run.name, headline.title
     if compared.is_identical:
-        same = "has the same configuration as a" if compared.is_same_configuration else "is identical to a"
-        return f"{name} {same}: every request came out the same"
+        if compared.is_same_configuration:
+            return f"{name} has the same configuration as a: every request came out the same"
+        hint = _NO_QUEUE if "ttft_s" in compared.run.columns else _CACHE_ALONE
+        return f"{name} is identical to a: every request came out the same; {hint}"
     change = next(each for each in compared.changes if each.metric == headline)
     if not bootstrap.can_tell:
         few = f"{bootstrap.num_sessions} sessions are too few for an interval"
@@ -120,9 +131,10 @@ def about_load(study: Study) -> str:
     how = "the prefix cache alone"
     if plan.serving is not None:
         how = f"serving on virtual time; steps cost what is in a file: {plan.serving.costs.source}"
+    assumed = f" ({_ASSUMED_BLOCKS})" if plan.has_assumed_blocks else ""
     return (
         f"{len(plan.source.requests):,} requests in {study.bootstrap.num_sessions:,} sessions, "
-        f"{kv.num_blocks:,} blocks of {kv.block_size} tokens; {how}"
+        f"{kv.num_blocks:,} blocks of {kv.block_size} tokens{assumed}; {how}"
     )
 
 
