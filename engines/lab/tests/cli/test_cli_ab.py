@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
 from random import Random
@@ -175,6 +176,31 @@ def test_blocks_that_nobody_named_are_said_to_be_those_of_the_costs(trace, costs
     said = "what the memory in the costs holds; --num-blocks is what your server has"
     assert f", 100 blocks of 16 tokens ({said}); serving" in sage(*arguments).out
     assert said not in sage(*arguments, "--num-blocks", "100").out
+
+
+def test_what_was_recorded_stands_beside_and_what_is_far_from_it_is_said(trace, costs, sage, tmp_path):
+    arguments = ("--cost", costs, "--max-num-seqs", "2", "--b", "order=none", "--no-bounds")
+    found = sage("llm", "ab", trace, *arguments, "--json").json
+    assert (found["recorded"], found["is_as_recorded"]) == ({}, True)
+    simulated = found["runs"][0]
+    report, near, far = (tmp_path / name for name in ("report.html", "near.jsonl", "far.jsonl"))
+    for path, times in ((near, 1.2), (far, 2.0)):
+        ttft_s = simulated["ttft"] * times
+        served = [
+            replace(one, ttft_s=ttft_s, num_cached_tokens=round(simulated["saved"] * one.num_prompt_tokens))
+            for one in read_trace(trace)
+        ]
+        write_trace(path, served)
+    warning = "a is not what was recorded: are --num-blocks, --cost and the policies those of that server?"
+    out = sage("llm", "ab", near, *arguments).out
+    assert f"as recorded: mean TTFT {1.2 * simulated['ttft']:.3f} s, prompt tokens saved " in out
+    assert warning not in out
+    assert warning in sage("llm", "ab", far, *arguments, "--html", report).out
+    assert warning in report.read_text(encoding="utf-8")
+    assert warning not in sage("llm", "ab", far, *arguments, "--stretch", "0.5").out
+    alone = sage("llm", "ab", far, "--num-blocks", "2", "--b", "eviction=lru", "--json").json
+    assert list(alone["recorded"]) == ["saved"]
+    assert not alone["is_as_recorded"], "so few blocks save nothing"
 
 
 def test_the_same_command_finds_the_same_in_any_number_of_processes(trace, costs, sage):

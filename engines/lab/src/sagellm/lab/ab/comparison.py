@@ -57,7 +57,7 @@ def compare(
     """Compare two runs; the intervals are those of the bootstrap."""
     return Comparison(
         run=b,
-        changes=[_change(a, b, metric, bootstrap) for metric in metrics],
+        changes=[change_of(a, b, metric, bootstrap) for metric in metrics],
         is_identical=all(
             np.array_equal(a.columns[name], b.columns[name], equal_nan=True) for name in a.columns
         ),
@@ -65,7 +65,8 @@ def compare(
     )
 
 
-def _change(a: Run, b: Run, metric: Metric, bootstrap: BlockBootstrap) -> Change:
+def change_of(a: Run, b: Run, metric: Metric, bootstrap: BlockBootstrap) -> Change:
+    """Compare two runs in one metric."""
     in_a, in_b = a.columns[metric.column], b.columns[metric.column]
     known = ~np.isnan(in_a) & ~np.isnan(in_b)
     if not known.any():

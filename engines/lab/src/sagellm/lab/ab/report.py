@@ -15,7 +15,7 @@ from sagellm.lab.ab.comparison import Comparison, Run
 from sagellm.lab.ab.drawings import distributions, forest, marks_legend, over_time
 from sagellm.lab.ab.metrics import Column, Metric
 from sagellm.lab.ab.study import Study
-from sagellm.lab.ab.words import about, about_load, change_rows, failures, figure_rows
+from sagellm.lab.ab.words import about, about_load, change_rows, figure_rows, notes
 from sagellm.lab.files import write_text_lines
 
 _CSS = """
@@ -238,7 +238,7 @@ def _tables(study: Study) -> Iterator[str]:
         ["run", *(each.title for each in study.plan.metrics)],
         list(zip(kinds, figure_rows(study), strict=True)),
     )
-    for note in [*study.plan.without, *failures(study)]:
+    for note in notes(study):
         yield f'<p class="soft">{escape(note)}</p>'
     for found in study.comparisons:
         if not found.is_identical:

@@ -12,8 +12,8 @@ import numpy as np
 from sagellm.core import ConfigError, TraceRequest
 from sagellm.engines.progress import Advance
 from sagellm.lab.ab.bootstrap import BlockBootstrap, sessions_of
-from sagellm.lab.ab.comparison import Comparison, Run, compare
-from sagellm.lab.ab.metrics import CACHE_METRICS, SERVING_METRICS, Metric, headline_of
+from sagellm.lab.ab.comparison import Change, Comparison, Run, change_of, compare
+from sagellm.lab.ab.metrics import CACHE_METRICS, SAVED, SERVING_METRICS, Metric, headline_of
 from sagellm.lab.ab.processes import run_jobs
 from sagellm.lab.ab.run import Job, Mode, Result
 from sagellm.lab.ab.variants import Variant, read_variant
@@ -24,6 +24,9 @@ from sagellm.lab.simulation.step_costs import StepCosts
 
 LEVEL = 0.95
 """Of all intervals of one metric together: with k variants beside `a`, each has 1 − 0.05 ÷ k (Bonferroni)."""
+
+_FAR_TIMES, _FAR_SHARE = 1.5, 0.05
+"""From which distance on `a` is not the server whose trace it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,14 @@ class Study:
     verdicts: list[str]
     bounds: list[Run]
     bootstrap: BlockBootstrap
+    recorded: list[Change] = field(default_factory=list)  # from what the trace recorded to what `a` had
+
+    @property
+    def is_as_recorded(self) -> bool:
+        """Whether `a` comes near to what was recorded; a load that is stretched need not."""
+        serving = self.plan.serving
+        is_stretched = serving is not None and serving.load.stretch != 1
+        return is_stretched or not any(_is_far(each) for each in self.recorded)
 
     @property
     def runs(self) -> list[Run]:
@@ -114,6 +125,8 @@ class Study:
             "runs": [_run_json(each, plan.metrics) for each in self.runs],
             "bounds": [_run_json(each, plan.metrics) for each in self.bounds],
             "without": plan.without,
+            "recorded": {each.metric.name: each.a for each in self.recorded},
+            "is_as_recorded": self.is_as_recorded,
             "comparisons": [
                 {
                     "a": self.a.name,
@@ -201,7 +214,29 @@ def conclude(plan: Plan, runs: list[Run], bounds: list[Run]) -> Study:
         verdicts=[verdict(each, plan.headline, bootstrap, num_requests) for each in comparisons],
         bounds=bounds,
         bootstrap=bootstrap,
+        recorded=_recorded(plan.source.requests, a, bootstrap),
     )
+
+
+def _recorded(requests: Seq[TraceRequest], a: Run, bootstrap: BlockBootstrap) -> list[Change]:
+    rows = {
+        "ttft_s": [one.ttft_s for one in requests],
+        "saved": [one.num_cached_tokens for one in requests],
+        "prompt": [one.num_prompt_tokens for one in requests],
+    }
+    columns = {name: np.array(values, np.float64) for name, values in rows.items()}
+    recorded = Run(name="recorded", text="", columns=columns)
+    metrics = (one for one in (SERVING_METRICS[0], SAVED) if one.column in a.columns)
+    changes = (change_of(recorded, a, metric, bootstrap) for metric in metrics)
+    return [each for each in changes if each.a is not None]
+
+
+def _is_far(change: Change) -> bool:
+    assert change.a is not None, "it was recorded"
+    assert change.b is not None, "and simulated"
+    if change.metric.is_share:
+        return abs(change.b - change.a) > _FAR_SHARE
+    return not change.a / _FAR_TIMES <= change.b <= change.a * _FAR_TIMES
 
 
 def _with_blocks(variant: Variant, serving: Serving | None) -> Variant:

@@ -138,8 +138,14 @@ def about_load(study: Study) -> str:
     )
 
 
-def failures(study: Study) -> Iterator[str]:
-    """Yield what is said of each run in which requests failed."""
+def notes(study: Study) -> Iterator[str]:
+    """Yield what was recorded, which bounds are missing, and in which runs requests failed."""
+    if study.recorded:
+        figures = (f"{each.metric.title} {figure_text(each.metric, each.a)}" for each in study.recorded)
+        yield f"as recorded: {', '.join(figures)}"
+    if not study.is_as_recorded:
+        yield "a is not what was recorded: are --num-blocks, --cost and the policies those of that server?"
+    yield from study.plan.without
     for run in study.runs:
         if run.num_failed:
             yield f"{run.name}: {run.num_failed:,} requests failed: {run.error}"

@@ -163,7 +163,7 @@ def _plan(
 
 
 def _text(study: Study, elapsed_s: float) -> str:
-    from sagellm.lab.ab.words import about, about_load, change_rows, failures, figure_rows
+    from sagellm.lab.ab.words import about, about_load, change_rows, figure_rows, notes
 
     plan = study.plan
     titles = ("RUN", *(metric.title.upper() for metric in plan.metrics))
@@ -172,8 +172,7 @@ def _text(study: Study, elapsed_s: float) -> str:
         f"{len(plan.planned) + len(plan.bounds)} runs in {elapsed_s:.1f} s",
         "",
         columns(titles, figure_rows(study)),
-        *plan.without,
-        *failures(study),
+        *notes(study),
     ]
     for found, sentence in zip(study.comparisons, study.verdicts, strict=True):
         lines += ["", sentence]
