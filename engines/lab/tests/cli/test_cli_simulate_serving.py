@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from sagellm.core import TraceRequest
+from sagellm.core import StepWork, TraceRequest
+from sagellm.lab.bench.step_fit import MeasuredStep, write_steps
 from sagellm.lab.traces import write_trace
 
 COSTS = {
@@ -114,10 +115,23 @@ def test_costs_are_fitted_saved_and_simulated(trace, sage, tmp_path):
         "--record", steps,
     )  # fmt: skip
     assert "median step error" in fitted.out
+    assert f"wrote the costs to {costs}, for `simulate` and `ab` with --cost {costs}" in fitted.out
     again = sage("llm", "bench", "fit", "--steps", steps, "--json").json
     assert again["num_steps"] == len(steps.read_text().splitlines())
     assert json.loads(costs.read_text())["step"] == again["step"]
     found = sage("llm", "simulate", trace, "--cost", costs, "--json").json
     assert found["cost"].startswith("fitted to ")
+    assert f"median error of a step {again['median_error']:.0%}" in found["cost"]
     refused = sage("llm", "bench", "fit", "--steps", steps, "--duration", "3")
     assert (refused.code, "runs nothing" in refused.err) == (2, True)
+
+
+def test_a_fit_that_is_far_off_warns(sage, tmp_path):
+    quiet, busy = tmp_path / "quiet.jsonl", tmp_path / "busy.jsonl"
+    works = [StepWork(n, 1, 100 * n, 100 * n) for n in range(1, 101)]
+    write_steps(quiet, [MeasuredStep(one, 1_000_000 + 10_000 * one.num_tokens) for one in works])
+    write_steps(busy, [MeasuredStep(one, 1_000_000 * (1 + 3 * (n % 2))) for n, one in enumerate(works)])
+    assert "Warning" not in sage("llm", "bench", "fit", "--steps", quiet).err
+    assert "in the median step: was the machine busy with other work?" in (
+        sage("llm", "bench", "fit", "--steps", busy).err
+    )

@@ -125,7 +125,8 @@ class RecordedCore:
         self.core: EngineCore = load_core(config, registry=registry, runtime=runtime)
         while self.core.use_idle_time():  # as a server does
             pass
-        self._touch_memory()
+        with progress_bar("writing KV memory", total=0):
+            self._touch_memory()
         settle_collector()
 
     def __enter__(self) -> Self:
@@ -193,7 +194,8 @@ def measure_steps(
     steps: list[MeasuredStep] = []
     with RecordedCore(config) as recorded:
         rounds, clock = recorded.rounds(settings), recorded.clock
-        next(rounds)
+        with progress_bar("warming up", total=0, enabled=progress):
+            next(rounds)
         shown_ns = clock.now_ns()
         end_ns = shown_ns + round(settings.duration_s * 1e9)
         total = round(settings.duration_s)
@@ -233,6 +235,7 @@ def fit_steps(steps: Sequence[MeasuredStep], costs: StepCosts) -> tuple[StepCost
     model = costs.about.get("model", "a model")
     about = {**costs.about, "num_steps": len(steps), "errors": asdict(figures), "machine": machine}
     source = f"fitted to {len(steps):,} steps of {model}, measured on {machine['cpu']}"
+    source += f" (median error of a step {figures.median_error:.0%})"
     slow_ns = max(0.0, sum(one.took_ns - cost.predict_ns(one.work) for one in steps)) / len(steps)
     host_step_ns = costs.host_step_ns + slow_ns
     return replace(costs, source=source, step=cost, host_step_ns=host_step_ns, about=about), figures

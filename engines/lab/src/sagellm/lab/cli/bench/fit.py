@@ -20,6 +20,8 @@ from sagellm.lab.cli.flags import AsJSON, flag
 if TYPE_CHECKING:
     from sagellm.lab.bench.step_fit import FitFigures
 
+_LARGE_ERROR = 0.2
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -86,6 +88,14 @@ def fit(
         print_json(asdict(figures))
     else:
         typer.echo(_text(costs.source, figures))
+        if save is not None:
+            typer.echo(f"\nwrote the costs to {save}, for `simulate` and `ab` with --cost {save}")
+    if figures.median_error > _LARGE_ERROR:
+        typer.echo(
+            f"Warning: the fit is {figures.median_error:.0%} off in the median step: was the machine busy "
+            "with other work? `simulate` and `ab` will be as far off; measure again while nothing else runs",
+            err=True,
+        )
 
 
 def _text(source: str, figures: FitFigures) -> str:
