@@ -107,7 +107,7 @@ def test_the_ids_of_two_recordings_and_of_two_tenants_have_nothing_in_common(mak
     for name in ("one", "two"):
         run(engine, PROMPT, namespace=Namespace(name))
     recorder_of(engine).stop()
-    RecorderAdmin(recorder_of(engine)).start("again")
+    RecorderAdmin(recorder_of(engine), lambda: 0).start("again")
     run(engine, PROMPT, namespace=Namespace("one"))
     recorder_of(engine).stop()
     for row in (*rows(path), *rows(tmp_path / "again.jsonl")):
@@ -248,7 +248,7 @@ def test_what_cannot_be_recorded_to_is_said_before_loading(make_engine, tmp_path
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "/etc/passwd", ".hidden", "x" * 101, 5, None])
 def test_an_operator_names_recordings_and_never_paths(make_engine, tmp_path, name):
-    admin = RecorderAdmin(recorder_of(make_engine(record_folder=tmp_path / "recordings")))
+    admin = RecorderAdmin(recorder_of(make_engine(record_folder=tmp_path / "recordings")), lambda: 0)
     with pytest.raises(InvalidInputError, match="must be letters"):
         admin.start(name)
     assert not list(tmp_path.iterdir())
@@ -256,7 +256,7 @@ def test_an_operator_names_recordings_and_never_paths(make_engine, tmp_path, nam
 
 def test_recordings_begin_and_end_while_the_engine_runs(make_engine, tmp_path):
     engine = make_engine(record_folder=tmp_path)
-    admin = RecorderAdmin(recorder_of(engine))
+    admin = RecorderAdmin(recorder_of(engine), lambda: 0)
     assert not admin.status().path
     with pytest.raises(ConfigError, match="no requests are being recorded"):
         admin.stop()

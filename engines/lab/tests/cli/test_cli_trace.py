@@ -105,3 +105,21 @@ def test_formats_are_completed():
 
     assert complete_format("m") == ["mooncake"]
     assert complete_format("") == ["sagellm", "mooncake", "azure"]
+
+
+def test_a_recording_is_found_by_its_name(sage, trace, tmp_path, monkeypatch):
+    folder = tmp_path / "recordings"
+    folder.mkdir()
+    recording = folder / "monday.jsonl"
+    write_trace(recording, read_trace(trace))
+    monkeypatch.setenv("SAGELLM_RECORDING__FOLDER", str(folder))
+    monkeypatch.chdir(tmp_path)
+    assert sage("llm", "trace", "info", "monday", "--json").json["num_requests"] == 3
+    arguments = ("monday", "--num-blocks", "9", "--b", "eviction=lru", "--json")
+    assert sage("llm", "ab", *arguments).json["trace"] == str(recording)
+    simulated = sage("llm", "simulate", "monday.jsonl", "--capacity", "9", "--json")
+    assert simulated.json["trace"] == str(recording)
+    for command in (("trace", "info"), ("simulate", "--capacity", "9"), ("bench", "serve", "--trace")):
+        missing = sage("llm", *command, "tuesday")
+        assert missing.code == 2
+        assert f"neither a trace tuesday here nor a recording {folder / 'tuesday.jsonl'}" in missing.err

@@ -136,9 +136,20 @@ def test_an_operator_starts_and_stops_a_recording(make_engine, run_engine, sage,
     assert "stop that first" in sage("llm", "engine", "record", "start").err
     engine.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     stopped = sage("llm", "engine", "record", "stop", "--json").json
-    assert (stopped["num_recorded"], stopped["is_recording"]) == (1, False)
+    assert (stopped["num_recorded"], stopped["is_recording"], stopped["num_unfinished"]) == (1, False, 0)
     assert len(lines_of(path)) == 1
     failed = sage("llm", "engine", "record", "start", "../up")
     assert (failed.code, "must be letters" in failed.err) == (1, True)
     assert "with their text" in sage("llm", "engine", "record", "start", "two", "--text").out
     assert f"recording to {path.with_name('two.jsonl')}" in sage("llm", "engine", "record", "status").out
+
+
+def test_requests_that_still_run_when_a_recording_stops_are_counted(make_engine, run_engine, sage, tmp_path):
+    engine = make_engine(record_folder=tmp_path / "recordings")
+    run_engine(engine, steps=False)
+    sage("llm", "engine", "record", "start")
+    for _ in range(2):
+        engine.add_request([5, 6, 7])
+    out = sage("llm", "engine", "record", "stop").out
+    assert "2 more still run and are not in it: a request is recorded when it ends" in out
+    assert "still run" not in sage("llm", "engine", "record", "status").out

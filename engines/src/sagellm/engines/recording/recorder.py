@@ -35,6 +35,7 @@ class RecorderMetrics:
     num_recorded: int = 0  # lines that are in the file
     num_dropped: int = 0  # requests that the queue had no room for, or that it held when writing failed
     num_bytes: int = 0
+    num_unfinished: int = 0  # requests that still ran when it was stopped
     failure: str = ""  # why it ended by itself
 
 

@@ -19,7 +19,7 @@ from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.targets import Overwrite, check_targets
 from sagellm.engines.progress import progress_bar
-from sagellm.lab.cli.flags import AsJSON, flag
+from sagellm.lab.cli.flags import AsJSON, Source, flag
 from sagellm.lab.cli.serving_flags import (
     SERVING_FLAGS,
     TRACE_FLAGS,
@@ -86,7 +86,7 @@ AB_FLAGS = (
 @app.command()
 @with_flags(AB_FLAGS)
 def ab(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A recorded or generated load.")],
+    trace: Source,
     *,
     bounds: Annotated[
         bool,
@@ -133,7 +133,7 @@ def _num_usable_cores() -> int:
 def _plan(
     trace: Path, options: Mapping[str, Any], texts: Mapping[str, str], config: Path | None, *, bounds: bool
 ) -> Plan:
-    from sagellm.lab.ab.study import Serving, Source, make_plan
+    from sagellm.lab.ab.study import Serving, Source as PlanSource, make_plan
     from sagellm.lab.ab.variants import DEFAULT, read_variant
     from sagellm.lab.simulation.step_costs import read_step_costs
     from sagellm.lab.traces import read_trace
@@ -154,7 +154,7 @@ def _plan(
             cost=cost, costs=read_step_costs(cost), load=read_load(options), limits=read_limits(options)
         )
     return make_plan(
-        Source(path=trace, requests=requests, reader=reader, limit=limit),
+        PlanSource(path=trace, requests=requests, reader=reader, limit=limit),
         [read_variant(name, text, settings) for name, text in ({"a": DEFAULT} | dict(texts)).items()],
         serving,
         headline=options.get("headline"),

@@ -8,11 +8,33 @@ from typing import Annotated, Any
 
 import typer
 
+from sagellm.core import ConfigError
 from sagellm.engines.cli.flags import make_flag
 from sagellm.engines.cli.names import complete_providers
 
+
+def find_trace(path: Path | None) -> Path | None:
+    """Return the path of a trace, or of the recording of this name. Raises ConfigError for neither."""
+    if path is None or path.exists() or path.name != str(path):
+        return path
+    from sagellm.engines.config.sources import load_config
+    from sagellm.engines.recording.recorder_admin import recordings_folder
+
+    folder = recordings_folder(load_config({}).config.recording)
+    recording = folder / f"{path.name.removesuffix('.jsonl')}.jsonl"
+    if not recording.exists():
+        raise ConfigError(
+            f"there is neither a trace {path} here nor a recording {recording}; name a file, or what "
+            "`sage llm engine record start` recorded"
+        )
+    return recording
+
+
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Source = Annotated[Path, typer.Argument(metavar="TRACE", help="The trace to read.")]
+Source = Annotated[
+    Path,
+    typer.Argument(metavar="TRACE", help="The trace to read, or a recording's name.", callback=find_trace),
+]
 Reader = Annotated[
     str | None,
     typer.Option(

@@ -19,7 +19,7 @@ from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.targets import Overwrite, check_targets
 from sagellm.engines.config.sources import load_config
 from sagellm.engines.progress import progress_bar
-from sagellm.lab.cli.flags import AsJSON, flag
+from sagellm.lab.cli.flags import AsJSON, find_trace, flag
 from sagellm.lab.cli.serving_flags import SERVING_FLAGS, TRACE_FLAGS, with_block_size
 from sagellm.lab.cli.simulate_faults import FAULT_FLAGS, simulate_faults
 from sagellm.lab.cli.simulate_serving import ORACLE_FLAG, ServingTargets, simulate_serving
@@ -57,7 +57,10 @@ SIMULATE_FLAGS = (
 @with_flags(SIMULATE_FLAGS)
 def simulate(  # noqa: PLR0913
     trace: Annotated[
-        Path | None, typer.Argument(metavar="TRACE", help="A recorded or generated load.")
+        Path | None,
+        typer.Argument(
+            metavar="TRACE", help="The trace to read, or a recording's name.", callback=find_trace
+        ),
     ] = None,
     *,
     faults: Annotated[bool, typer.Option("--faults", help="Simulate a server with faults instead.")] = False,

@@ -17,7 +17,7 @@ from sagellm.engines.cli.targets import check_targets
 from sagellm.engines.metrics.latency import percentile
 from sagellm.engines.progress import Advance, progress_bar
 from sagellm.engines.sizes import format_bytes
-from sagellm.lab.cli.flags import LENGTHS, AsJSON, Overwrite, Reader, Source, flag
+from sagellm.lab.cli.flags import LENGTHS, AsJSON, Overwrite, Reader, Source, find_trace, flag
 from sagellm.server.cli.figures import figures_table
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def generate(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The trace to write (JSON lines).")],
     *,
     arrivals: Annotated[
-        Path | None, typer.Option(metavar="TRACE", help="Take the arrivals from a recorded trace.")
+        Path | None,
+        typer.Option(metavar="TRACE", help="Take the arrivals from a recorded trace.", callback=find_trace),
     ] = None,
     overwrite: Overwrite = False,
     **options: Any,

@@ -75,7 +75,8 @@ def core_operations(core: EngineProtocol) -> Mapping[str, Callable[..., Any]]:
     clock = core.parts.runtime.clock
     cache = CacheAdmin(core.kv, clock)
     pool = PoolAdmin(Compactor(core.kv, core.steps.copy_blocks, clock, core.has_unfinished))
-    recorder = RecorderAdmin(core.parts.recorder)
+    scheduler = core.scheduler
+    recorder = RecorderAdmin(core.parts.recorder, lambda: scheduler.num_waiting + scheduler.num_running)
     policies = PolicyAdmin(core)
     return {
         **common,

@@ -11,7 +11,7 @@ from sagellm.core import ConfigError, nearest
 from sagellm.engines.cli.flags import command_help, make_flag, switch
 from sagellm.lab.bench.figures import Limits
 from sagellm.lab.bench.settings import LoadSettings
-from sagellm.lab.cli.flags import LENGTHS, flag
+from sagellm.lab.cli.flags import LENGTHS, find_trace, flag
 from sagellm.lab.traces.lengths import Lengths
 
 
@@ -93,6 +93,10 @@ _GROUPS = {
     ),
 }
 _REST = "Requests"
+_MORE: dict[str, dict[str, Any]] = {
+    "api_key": {"envvar": "OPENAI_API_KEY", "show_envvar": False},
+    "trace": {"callback": find_trace},
+}
 
 
 def _flag(name: str, row: _Row, default: object) -> inspect.Parameter:
@@ -100,8 +104,7 @@ def _flag(name: str, row: _Row, default: object) -> inspect.Parameter:
     if row.kind is bool:
         return make_flag(name, bool, switch(name, help_text, group=group))
     spelled = ("--" + name.removesuffix("_s").replace("_", "-"), *_ALSO.get(name, ()))
-    more = {"envvar": "OPENAI_API_KEY", "show_envvar": False} if name == "api_key" else {}
-    return flag(name, row.kind, row.metavar, help_text, *spelled, group=group, **more)
+    return flag(name, row.kind, row.metavar, help_text, *spelled, group=group, **_MORE.get(name, {}))
 
 
 _DEFAULTS = {one.name: one.default for one in fields(LoadSettings)} | {"extra_body": None}

@@ -37,7 +37,7 @@ def start(
 
 @app.command()
 def stop(name: EngineArgument = None, *, engine: EngineName = None, as_json: AsJson = False) -> None:
-    """End the recording; what was served so far is in the file."""
+    """End the recording; requests that have ended are in the file, those that still run are not."""
     found = ask("record_stop", name, engine)
     show(found, describe(found), as_json=as_json)
 
@@ -58,6 +58,9 @@ def describe(found: Mapping[str, Any]) -> Iterator[str]:
     verb = "recording" if found["is_recording"] else "recorded"
     count, size = f"{found['num_recorded']:,} requests", format_bytes(found["num_bytes"])
     yield f"{verb} to {found['path']}, {what}: {count}, {size}"
+    if found.get("num_unfinished"):
+        count = f"{found['num_unfinished']:,} more"
+        yield f"{count} still run and are not in it: a request is recorded when it ends"
     if found["num_dropped"]:
         yield f"{found['num_dropped']:,} more were dropped"
     if found["failure"]:
