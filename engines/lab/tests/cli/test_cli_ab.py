@@ -198,9 +198,18 @@ def test_what_was_recorded_stands_beside_and_what_is_far_from_it_is_said(trace, 
     assert warning in sage("llm", "ab", far, *arguments, "--html", report).out
     assert warning in report.read_text(encoding="utf-8")
     assert warning not in sage("llm", "ab", far, *arguments, "--stretch", "0.5").out
-    alone = sage("llm", "ab", far, "--num-blocks", "2", "--b", "eviction=lru", "--json").json
+    variants = ("--a", "prefix_cache.enabled=false", "--b", "default")
+    alone = sage("llm", "ab", far, "--num-blocks", "12", *variants, "--json").json
     assert list(alone["recorded"]) == ["saved"]
-    assert not alone["is_as_recorded"], "so few blocks save nothing"
+    assert not alone["is_as_recorded"], "without a cache nothing is saved"
+
+
+def test_a_run_of_which_all_requests_fail_is_not_compared(trace, costs, sage):
+    arguments = ("llm", "ab", trace, "--cost", costs, "--b", "order=none,share=none", "--no-bounds")
+    failed = sage(*arguments, "--num-blocks", "2")
+    assert failed.code == 1
+    assert "Error: a: all 48 requests failed: " in failed.err
+    assert "identical" not in failed.out
 
 
 def test_the_same_command_finds_the_same_in_any_number_of_processes(trace, costs, sage):

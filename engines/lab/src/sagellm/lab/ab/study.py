@@ -18,6 +18,7 @@ from sagellm.lab.ab.processes import run_jobs
 from sagellm.lab.ab.run import Job, Mode, Result
 from sagellm.lab.ab.variants import Variant, read_variant
 from sagellm.lab.ab.words import verdict
+from sagellm.lab.bench.errors import BenchmarkError
 from sagellm.lab.simulation.served_load import LoadSettings
 from sagellm.lab.simulation.serving_figures import ServingLimits
 from sagellm.lab.simulation.step_costs import StepCosts
@@ -190,10 +191,15 @@ def make_plan(
 
 
 def run_study(plan: Plan, num_processes: int, advance: Advance) -> Study:
-    """Run a plan and compare. Raises what the first failing run raised."""
+    """Run a plan and compare. Raises what the first failing run raised, and BenchmarkError for a run of which
+    every request failed.
+    """
     everything = [*plan.planned, *plan.bounds]
     results = run_jobs([each.job for each in everything], num_processes, advance)
     runs = [_run(each, result) for each, result in zip(everything, results, strict=True)]
+    for run in runs[: len(plan.planned)]:
+        if run.num_failed == len(plan.source.requests):
+            raise BenchmarkError(f"{run.name}: all {run.num_failed:,} requests failed: {run.error}")
     return conclude(plan, runs[: len(plan.planned)], runs[len(plan.planned) :])
 
 

@@ -154,10 +154,11 @@ def notes(study: Study) -> Iterator[str]:
 def about(bootstrap: BlockBootstrap, num_others: int, headline: Metric) -> str:
     """Say what the intervals are."""
     together = f", of all {num_others} together" if num_others > 1 else ""
+    fewer = " Fewer variants have narrower ones." if num_others > 1 else ""
     return (
         f"The verdict is on {headline.title}; other metrics are described. Intervals (95 %{together}) are of "
         f"differences between the same requests, by a bootstrap of blocks of {bootstrap.block_len} sessions "
-        "that follow each other."
+        f"that follow each other.{fewer}"
     )
 
 
@@ -173,10 +174,10 @@ def _needed(change: Change, num_requests: int, level: float) -> str:
     small = f"a difference of 1 {'point' if change.metric.is_share else '%'}"
     if missing(SMALL) <= 0:
         return f"{small} would have been found"
-    shown = f"about {_rounded(missing(SMALL)):,} more requests would show {small}"
     if abs(estimate.value) < 2 * SMALL:
-        return shown
-    return f"{shown}, {_rounded(missing(estimate.value)):,} one as large as this"
+        return f"about {_rounded(missing(SMALL)):,} more requests would show {small}"
+    as_large = f"about {_rounded(missing(estimate.value)):,} more requests would show one as large as this"
+    return f"{as_large}, {_rounded(missing(SMALL)):,} {small}"
 
 
 def _rounded(number: int) -> int:
