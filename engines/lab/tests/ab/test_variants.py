@@ -34,6 +34,13 @@ def test_a_variant_changes_what_it_names():
     assert (config.kv.fetch, config.prefix_cache.enabled) == ("never", False)
 
 
+def test_passes_take_what_their_flag_takes():
+    assert read("passes=order=mlfq,share=none,eviction=lru").is_same_as(
+        read("order=mlfq,share=none,eviction=lru")
+    )
+    assert read("passes=mlfq").config.scheduler.passes == (ProviderSpec("mlfq"),)
+
+
 def test_exact_lengths_replace_the_predictor():
     assert read("predictor=exact").oracle_error == 0
     assert read("predictor=exact{error=0.5}").oracle_error == 0.5
@@ -54,6 +61,8 @@ def test_equal_configurations_are_recognized():
         ("eviction=lruu", "Did you mean 'lru'?"),
         ("order=mlfq,order=none", "order is given twice"),
         ("order=mlfq,scheduler.order=none", "scheduler.order is given twice"),
+        ("drafts=ngram", "drafts are not simulated"),
+        ("speculation.proposer=ngram", "sage llm policy set drafts NAME"),
         ("server.port=80", "changes nothing in a simulation"),
         ("scheduler.print=ir", "changes nothing that is compared"),
         ("mlfq", "write key=value"),

@@ -330,7 +330,9 @@ def test_runs_do_not_print_what_passes_do(trace):
         (("--cost", "COSTS"), "nothing to compare a with; give a variant, such as --b"),
         (("--cost", "COSTS", "--b", "eviciton=lru"), "Did you mean 'eviction'?"),
         (("--cost", "COSTS", "--b", "default", "--headline", "tftt"), "Did you mean 'ttft'?"),
-        (("--b", "default", "--num-blocks", "9", "--headline", "ttft"), "possible are saved"),
+        (("--b", "default", "--num-blocks", "9", "--headline", "ttft"), "simulated with --cost FILE"),
+        (("--b", "default", "--num-blocks", "9", "--headline", "x"), "possible are saved"),
+        (("--b", "drafts=ngram", "--num-blocks", "9"), "drafts are not simulated"),
         (("--b", "default", "--num-blocks", "9", "--stretch", "2"), "--stretch is for serving"),
         (("--b", "eviction=lru"), "Say so with --num-blocks"),
         (("--cost", "COSTS", "--b", "order=mlfq{x=1}"), "b: scheduler.order: scheduler_pass 'mlfq' has no"),
@@ -406,6 +408,12 @@ def test_a_job_is_run_without_torch(trace, costs):
     out = StringIO()
     assert main([json.dumps(job | {"mode": "cache", "config": {"kv.block_size": 16}})], out) == 0
     assert "kv.num_blocks is null" in json.loads(out.getvalue().splitlines()[-1])["error"]
+
+
+def test_the_help_says_that_blocks_have_no_default_without_costs(sage):
+    out = " ".join(sage("llm", "ab", "--help").out.split())
+    assert "what the memory in the costs holds; none without --cost" in out
+    assert "what memory allows" not in out
 
 
 def test_the_tab_key_completes_variants():

@@ -76,5 +76,9 @@ def headline_of(name: str | None, metrics: tuple[Metric, ...]) -> Metric:
     for each in metrics:
         if each.name == name:
             return each
+    if any(each.name == name for each in SERVING_METRICS):
+        raise ConfigError(
+            f"--headline {name} is of serving, which is simulated with --cost FILE; give that too"
+        )
     known = [each.name for each in metrics]
     raise ConfigError(f"--headline is {name!r}; possible are {', '.join(known)}.{nearest(name, known)}")

@@ -15,9 +15,13 @@ DEFAULT = "default"
 EXACT = "exact"
 """As a predictor, one that knows each recorded length."""
 
+_PIPELINE = "passes"
+"""Before stages of the pipeline, as in `passes=order=mlfq,share=none`, it may be left out."""
+
 _SHORT = {
     "eviction": "prefix_cache.eviction_policy",
     "predictor": "predictor.name",
+    _PIPELINE: "scheduler.passes",
     **{stage: f"scheduler.{stage}" for stage in STAGES},
 }
 """What a variant may write in short → the setting."""
@@ -77,6 +81,9 @@ def check_providers(config: EngineConfig) -> None:
 def _values(text: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for item in split(text):
+        slot = item.strip().removeprefix(f"{_PIPELINE}=")
+        if slot.partition("=")[0].strip() in STAGES:
+            item = slot
         key, equals, value = item.partition("=")
         key, value = key.strip(), value.strip()
         if not equals or not value:
@@ -100,6 +107,11 @@ def _check_key(setting: str, key: str) -> None:
     known = known_keys()
     if setting in known:
         return
+    if setting == "drafts" or setting.startswith("speculation."):
+        raise ConfigError(
+            f"{key}: drafts are not simulated, since tokens stand for blocks; try them in a running engine "
+            "with `sage llm policy set drafts NAME`"
+        )
     if setting == _PRINTED:
         raise ConfigError(f"{key} changes nothing that is compared; leave it out")
     if setting in EngineConfig().values():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core import ConfigError, ProviderSpec
 from sagellm.core.plugins.option_text import split
-from sagellm.engines.cli.engine_flags import setting_flag
+from sagellm.engines.cli.engine_flags import group_of, setting_flag
 from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.config.sources import load_config
 from sagellm.lab.cli.flags import flag
@@ -65,7 +65,15 @@ SERVING_FLAGS = (
     ),
     _flag("max_tpot_ms", float, "MS", "Its milliseconds per token after the first. [default: 50]", min=0),
     _flag("tenant_weights", str, "LIST", "Weights of tenants: a=3,b=1; others have 1."),
-    *(setting_flag(name, key) for name, key in _SETTINGS.items()),
+    flag(
+        "num_blocks",
+        str,
+        "INT",
+        "KV blocks, as many as the server has. [default: what the memory in the costs holds; none without "
+        "--cost]",
+        group=group_of("kv.num_blocks"),
+    ),
+    *(setting_flag(name, key) for name, key in _SETTINGS.items() if name != "num_blocks"),
 )
 """Flags that `--cost` reads, besides the trace's and those of what is written."""
 
