@@ -141,7 +141,8 @@ def over_time(arrivals_s: Column, difference: Column, what: str, number: int) ->
     if not known.any():
         return ""
     times, values = arrivals_s[known], difference[known]
-    reach = float(np.quantile(np.abs(values), 0.99)) * 1.1 or 1.0
+    sizes = np.abs(values[values != 0])  # where most are 0, the others would lie outside
+    reach = float(np.quantile(sizes, 0.99)) * 1.1 if len(sizes) else 1.0
     x = Axis(low=0.0, high=float(max(times[-1], 1e-9)), start=_LEFT, end=_RIGHT)
     y = Axis(low=-reach, high=reach, start=216, end=10)
     parts = [*_grid(x, y), _line(_LEFT, y.at(0), _RIGHT, y.at(0), "zero")]

@@ -140,7 +140,7 @@ def _head(study: Study, name: str) -> Iterator[str]:
     yield "</header>"
     yield '<h2>Verdict</h2><div class="grid">'
     for found, sentence in zip(study.comparisons, study.verdicts, strict=True):
-        yield f'<div class="card {_kind(found, plan.headline)}"><h3>{escape(found.run.label)}</h3>'
+        yield f'<div class="card {_kind(found, plan.headline)}"><h3>{escape(found.run.text)}</h3>'
         yield f"<p>{escape(sentence)}</p></div>"
     yield "</div>"
     yield f'<p class="soft">{escape(about(study.bootstrap, len(study.comparisons), plan.headline))}</p>'
@@ -217,7 +217,7 @@ def _plots(study: Study) -> Iterator[str]:
         svg = over_time(arrivals_s, difference, f"{found.run.name} − a, {what}", number)
         yield _figure(
             svg,
-            f"{found.run.label}: dots are requests (one in a hundred lies outside), the line is their mean",
+            f"{found.run.label}: dots are requests (one in a hundred of those that differ lies outside), the line is their mean",
         )
     yield "</div>"
 
