@@ -41,6 +41,14 @@ def test_passes_take_what_their_flag_takes():
     assert read("passes=mlfq").config.scheduler.passes == (ProviderSpec("mlfq"),)
 
 
+def test_a_variant_says_which_policies_decide():
+    found = read("order=none,passes=mlfq{quantum=4}").policies(is_served=True)
+    assert found == (
+        "eviction=reuse,share=fair-share,chunk=chunked-prefill,passes=mlfq{quantum=4},predictor=statistical"
+    )
+    assert read("order=none").policies(is_served=False) == "eviction=reuse"
+
+
 def test_exact_lengths_replace_the_predictor():
     assert read("predictor=exact").oracle_error == 0
     assert read("predictor=exact{error=0.5}").oracle_error == 0.5

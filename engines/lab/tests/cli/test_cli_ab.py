@@ -199,6 +199,9 @@ def test_what_was_recorded_stands_beside_and_what_is_far_from_it_is_said(trace, 
     assert warning in report.read_text(encoding="utf-8")
     assert warning not in sage("llm", "ab", far, *arguments, "--stretch", "0.5").out
     variants = ("--a", "prefix_cache.enabled=false", "--b", "default")
+    assert (
+        "\na: default (eviction=reuse,order=shortest,share=fair-share,chunk=chunked-prefill,predictor=" in out
+    )
     alone = sage("llm", "ab", far, "--num-blocks", "12", *variants, "--json").json
     assert list(alone["recorded"]) == ["saved"]
     assert not alone["is_as_recorded"], "without a cache nothing is saved"
@@ -275,6 +278,7 @@ def test_the_report_is_one_page_that_loads_nothing(trace, costs, sage, tmp_path)
     assert load in text
     verdict = next(line for line in out.splitlines() if line.startswith("b is "))
     assert verdict.replace(" %", "\u00a0%") in text
+    assert "<h3>scheduler.max_num_seqs=6</h3>\n<p>b is " in text
     refused = sage(*arguments)
     assert (refused.code, "overwrite it with --overwrite" in refused.err) == (2, True)
     own = sage(*arguments[:-1], named, "--overwrite")
@@ -388,6 +392,7 @@ def test_an_interrupt_ends_the_processes(costs, tmp_path):
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 130
+    assert errors.endswith("stopped; nothing was written\n")
     assert "Traceback" not in errors
     assert not any(each.is_running() for each in workers)
 

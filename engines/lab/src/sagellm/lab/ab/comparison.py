@@ -19,11 +19,12 @@ class Run:
     columns: dict[str, Column] = field(repr=False)
     num_failed: int = 0
     error: str | None = None
+    policies: str = ""  # of a configuration that changes nothing
 
     @property
     def label(self) -> str:
-        """The name, and what the configuration changes."""
-        return f"{self.name}: {self.text}"
+        """The name, and what the configuration changes, or is if it changes nothing."""
+        return f"{self.name}: {self.text}" + (f" ({self.policies})" if self.policies else "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -217,7 +217,8 @@ def _plots(study: Study) -> Iterator[str]:
         svg = over_time(arrivals_s, difference, f"{found.run.name} − a, {what}", number)
         yield _figure(
             svg,
-            f"{found.run.label}: dots are requests (one in a hundred of those that differ lies outside), the line is their mean",
+            f"{found.run.label}: dots are requests (of those that differ, one in a hundred lies outside), "
+            "the line is their mean",
         )
     yield "</div>"
 

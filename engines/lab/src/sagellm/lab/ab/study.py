@@ -16,7 +16,7 @@ from sagellm.lab.ab.comparison import Change, Comparison, Run, change_of, compar
 from sagellm.lab.ab.metrics import CACHE_METRICS, SAVED, SERVING_METRICS, Metric, headline_of
 from sagellm.lab.ab.processes import run_jobs
 from sagellm.lab.ab.run import Job, Mode, Result
-from sagellm.lab.ab.variants import Variant, read_variant
+from sagellm.lab.ab.variants import DEFAULT, Variant, read_variant
 from sagellm.lab.ab.words import verdict
 from sagellm.lab.bench.errors import BenchmarkError
 from sagellm.lab.simulation.served_load import LoadSettings
@@ -57,6 +57,7 @@ class Planned:
     name: str
     text: str
     job: Job
+    policies: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,12 @@ def make_plan(
         serving=serving,
         headline=headline_of(headline, metrics),
         planned=[
-            Planned(name=each.name, text=each.text, job=_job(source, each, serving, mode))
+            Planned(
+                name=each.name,
+                text=each.text,
+                job=_job(source, each, serving, mode),
+                policies=each.policies(is_served=serving is not None) if each.text == DEFAULT else "",
+            )
             for each in variants
         ],
         bounds=bounds,
@@ -299,6 +305,7 @@ def _run(planned: Planned, result: Result) -> Run:
     return Run(
         name=planned.name,
         text=planned.text,
+        policies=planned.policies,
         columns={name: np.array(values, np.float64) for name, values in result.rows.items()},
         num_failed=result.num_failed,
         error=result.error,

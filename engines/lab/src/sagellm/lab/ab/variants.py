@@ -45,6 +45,12 @@ class Variant:
     config: EngineConfig
     oracle_error: float | None = None
 
+    def policies(self, *, is_served: bool) -> str:
+        """Name the policies that decide something, as a variant would: `eviction=reuse,order=shortest`."""
+        short = {setting: key for key, setting in _SHORT.items() if is_served or key == "eviction"}
+        named = (each for each in self.config.providers() if each.key in short)
+        return ",".join(f"{short[each.key]}={each.spec.text}" for each in named)
+
     def is_same_as(self, other: Variant) -> bool:
         """Say whether both configure the same."""
         return self.config == other.config and self.oracle_error == other.oracle_error
