@@ -135,7 +135,7 @@ def test_serve_tells_what_failed(sage, server):
         (("--extra-body", "x"), 2, "must be a JSON object"),
         (("--base-url", "ftp://x"), 2, "base_url is 'ftp://x'"),
         (("--base-url", "http://127.0.0.1:9"), 1, "no server answers at http://127.0.0.1:9/v1"),
-        (("--trace", "absent.csv", "--rate", "2"), 2, "--trace-speed instead of --rate"),
+        (("--trace", "/absent.csv", "--rate", "2"), 2, "--trace-speed instead of --rate"),
         (("--save", "absent/r.json"), 2, "absent does not exist"),
         (("--compare", "a.json"), 2, "a.json cannot be read"),
         (("--rate", "fast"), 2, "Invalid value for '--rate'"),

@@ -55,8 +55,8 @@ def run(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) 
             args=None if arguments is None else list(arguments), prog_name=program, obj=session
         )
     except SystemExit as end:
-        if end.code == INTERRUPTED and sys.stderr.isatty():
-            typer.echo(err=True)  # after ^C, which the terminal shows in the text
+        if end.code == INTERRUPTED:  # a terminal shows ^C in the text
+            typer.echo("\nstopped" if sys.stderr.isatty() else "stopped", err=True)
         raise
     except Exception as error:
         if is_json():  # of a server

@@ -19,7 +19,7 @@ from sagellm.engines.cli.names import complete_providers
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.targets import Overwrite, check_targets
 from sagellm.engines.progress import progress_bar
-from sagellm.lab.cli.flags import AsJSON, Source, flag, says_nothing_is_written
+from sagellm.lab.cli.flags import AsJSON, Source, flag
 from sagellm.lab.cli.serving_flags import (
     SERVING_FLAGS,
     TRACE_FLAGS,
@@ -112,10 +112,7 @@ def ab(
     if not texts.keys() - {"a"}:
         raise ConfigError("there is nothing to compare a with; give a variant, such as --b 'order=mlfq'")
     plan = _plan(trace, options, texts, config, bounds=bounds)
-    with (
-        says_nothing_is_written(),
-        progress_bar("comparing", total=plan.num_requests_to_run, unit="requests") as advance,
-    ):
+    with progress_bar("comparing", total=plan.num_requests_to_run, unit="requests") as advance:
         started = time.perf_counter()
         study = run_study(plan, options.get("jobs") or _num_usable_cores(), advance)
         elapsed_s = time.perf_counter() - started

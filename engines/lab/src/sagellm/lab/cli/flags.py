@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,16 +28,6 @@ def find_trace(path: Path | None) -> Path | None:
             "`sage llm engine record start` recorded"
         )
     return recording
-
-
-@contextmanager
-def says_nothing_is_written() -> Iterator[None]:
-    """On Ctrl-C, say that it came before anything was written."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("stopped; nothing was written", err=True)
-        raise
 
 
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -15,7 +15,7 @@ from sagellm.engines.cli.model import ModelArgument, with_model
 from sagellm.engines.cli.output import columns, print_json
 from sagellm.engines.cli.targets import Overwrite, check_targets
 from sagellm.lab.cli.bench.measurement import CONFIG_FLAG, engine_config
-from sagellm.lab.cli.flags import AsJSON, flag, says_nothing_is_written
+from sagellm.lab.cli.flags import AsJSON, flag
 
 if TYPE_CHECKING:
     from sagellm.lab.bench.step_fit import FitFigures
@@ -69,8 +69,7 @@ def fit(
     if steps_file is None:
         settings = FitSettings(**own)
         say_if_embedded(config.model.name)
-        with says_nothing_is_written():
-            steps, costs = measure_steps(config, settings, progress=True)
+        steps, costs = measure_steps(config, settings, progress=True)
     elif own or record:
         raise ConfigError("--steps runs nothing, so there is nothing to set or to record; leave the rest out")
     else:

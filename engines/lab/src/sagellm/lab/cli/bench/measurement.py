@@ -12,7 +12,7 @@ import typer
 from sagellm.engines.cli.engine_flags import ConfigFile
 from sagellm.engines.cli.flags import with_flags
 from sagellm.engines.cli.targets import Overwrite, check_targets
-from sagellm.lab.cli.flags import AsJSON, flag, says_nothing_is_written
+from sagellm.lab.cli.flags import AsJSON, flag
 from sagellm.lab.cli.variadic import VariadicCommand
 from sagellm.lab.plots import check_plot
 
@@ -67,8 +67,7 @@ def measurement(
             return
         check_plot(files["plot"])
         check_targets(*files.values(), overwrite=overwrite, source=options.get("trace"))
-        with says_nothing_is_written():
-            result = measure(options)
+        result = measure(options)
         print_result(result, as_json=as_json)
         _write(result, **files)
 
