@@ -310,7 +310,7 @@ def test_speculation_says_what_became_of_drafts(make_engine, run_engine, sage):
 
 
 def test_without_drafts_that_is_said(engine, sage):
-    assert "--speculation ngram at the engine's start" in sage("llm", "speculation", "stats").out
+    assert "sage llm policy set drafts ngram" in sage("llm", "speculation", "stats").out
 
 
 def test_a_proposer_that_failed_is_shown(make_engine, run_engine, sage):
