@@ -6,6 +6,7 @@ import pytest
 
 from sagellm.core import (
     ConfigError,
+    EngineError,
     InvalidInputError,
     LifetimePrediction,
     SageLLMError,
@@ -284,6 +285,73 @@ def test_a_guard_that_fails_is_gone_and_another_watcher_stays(make_engine, monke
     engine.generate([5, 6, 7], GREEDY)
     admin.set("eviction", "fifo", guards=["latency_mean_s<=1000"])
     assert admin.policies()["policies"]["eviction"]["guard"] is not None
+
+
+@pytest.mark.parametrize(
+    "answers", [lambda asked: asked[1:], lambda asked: [], lambda asked: asked + asked[:1]]
+)
+def test_a_predictor_that_answers_too_few_or_too_many_does_not_take_over(make_engine, monkeypatch, answers):
+    engine = make_engine(lifetime_predictor="null")
+    admin = PolicyAdmin(engine.client.core)
+    for _ in range(3):
+        engine.add_request([5, 6, 7], GREEDY)
+    engine.step()
+    before = engine.client.core._predictions._predictor
+    predict_all = StatisticalLifetimePredictor.predict_all
+    monkeypatch.setattr(
+        StatisticalLifetimePredictor, "predict_all", lambda self, asked: answers(predict_all(self, asked))
+    )
+    with pytest.raises(EngineError, match="answers 3 requests with"):
+        admin.set("predictor", "statistical")
+    assert engine.client.core._predictions._predictor is before
+
+
+def test_passes_that_are_in_force_already_stay_with_their_guard(make_engine):
+    admin = PolicyAdmin(make_engine().client.core)
+    admin.set("passes", "order=priority", guards=["ttft_p99_s<=5"])
+    assert admin.set("passes", "order=priority")["set"] == {
+        "kind": "passes", "is_new": False, "ended_guard": None,
+    }  # fmt: skip
+    found = admin.set("passes", "order=priority", guards=["ttft_p99_s<=4"])["policies"]["passes"]
+    assert found["guard"]["back_to"].startswith("order=shortest")
+    assert len(admin.policies()["changes"]) == 1
+
+
+def test_a_guarded_policy_that_fails_goes_back(make_engine, monkeypatch):
+    engine = make_engine(num_blocks=8)
+    core = engine.client.core
+    admin = PolicyAdmin(core)
+    monkeypatch.setattr(LRUEvictionPolicy, "victims", lambda *_: 1 / 0)
+    admin.set("eviction", "lru", guards=["ttft_p99_s<=1000"])
+    for first in range(6):
+        engine.generate([10 + first] * 20, GREEDY)
+    admin.stepped(core.parts.runtime.clock.now_ns() + 10**9)
+    change = admin.policies()["changes"][-1]
+    assert (change["made_by"], change["after"]) == ("guard", "reuse")
+    assert "it failed: LRUEvictionPolicy: ZeroDivisionError" in change["why"]
+    assert not admin.policies()["policies"]["eviction"]["failure"]
+
+
+def test_a_policy_that_failed_is_shown_and_can_be_set_again(make_engine, monkeypatch):
+    engine = make_engine(num_blocks=8)
+    admin = PolicyAdmin(engine.client.core)
+    with monkeypatch.context() as broken:
+        broken.setattr(LRUEvictionPolicy, "victims", lambda *_: 1 / 0)
+        admin.set("eviction", "lru")
+        for first in range(6):
+            engine.generate([10 + first] * 20, GREEDY)
+    assert "ZeroDivisionError" in admin.policies()["policies"]["eviction"]["failure"]
+    found = admin.set("eviction", "lru")
+    assert found["set"]["is_new"]
+    assert not found["policies"]["eviction"]["failure"]
+
+
+@pytest.mark.parametrize("number", [0, 9000, 1.5, float("nan"), True])
+def test_a_guard_asks_for_as_many_requests_as_can_be_known(make_engine, number):
+    with pytest.raises(ConfigError, match="min_requests is"):
+        PolicyAdmin(make_engine().client.core).set(
+            "eviction", "lru", guards=["hit_rate>=0.1"], min_requests=number
+        )
 
 
 def test_since_when_a_policy_is_in_force_outlives_the_list_of_changes(make_engine):

@@ -199,6 +199,8 @@ def test_what_shadows_cannot_be_is_refused(make_engine):
         ("s3fifo{size=3}", 1.0, "size"),
         ("lru", 0.5, "needs 256: do not sample"),
         ("lru", 0.0, "shadow_sample"),
+        ("lru", 0.9, "at most 0.8, or 1"),
+        (",".join(["lru"] * 17), 1.0, "at most 16"),
     ):
         with pytest.raises((ConfigError, LookupError), match=told):
             admin.shadow(names, sample=sample)

@@ -59,7 +59,7 @@ def test_a_policy_is_switched_and_shown(engine, sage):
         (("eviction", "s3fifo{share=1}"), "share"),
         (("eviction", "lru", "--guard", "hit>=1"), "what can be limited is ttft_mean_s"),
         (("eviction", "lru", "--guard", "ttft_p99_s<=+5%", "--guard-window", "0"), "window is 0 s"),
-        (("eviction", "lru", "--guard", "hit_rate>=0.1", "--guard-requests", "0"), "at least 1"),
+        (("eviction", "lru", "--guard", "hit_rate>=0.1", "--guard-requests", "0"), "from 1 to 8,192"),
         (("eviction", "lru", "--guard", "hit_rate>=20"), "a share, which is at most 1"),
         (("eviction", "lru", "--guard-window", "10"), "are of a guard"),
         (("eviction", "reuse", "--guard", "hit_rate>=0.1"), "in force already"),

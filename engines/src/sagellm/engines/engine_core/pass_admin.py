@@ -54,10 +54,16 @@ class PassAdmin:
     @property
     def text(self) -> str:
         """What `set_passes` takes to have the configured passes again."""
-        config = self.modules.config.scheduler
-        stages = [(stage, getattr(config, stage)) for stage in STAGES]
-        named = [f"{stage}={'none' if spec is None else spec.text}" for stage, spec in stages]
-        return ",".join([*(each.text for each in config.passes), *named])
+        return _text_of(self.modules.config.scheduler)
+
+    def whole_text(self, text: str) -> str:
+        """Return a text with the stages that it leaves as they are. Raises ConfigError."""
+        return _text_of(self.modules.changed({"scheduler.passes": text}).scheduler)
+
+    @property
+    def failure(self) -> str:
+        """Which passes failed, and why; empty if none did."""
+        return "; ".join(f"{name}: {why}" for name, why in self._failures.items())
 
     def set_passes(self, text: str) -> None:
         """Change passes as `scheduler.passes` would at the start; stages that it does not name stay.
@@ -98,6 +104,12 @@ class PassAdmin:
 
     def _build(self, config: SchedulerConfig) -> list[tuple[ProviderSpec, SchedulerPassProtocol]]:
         return [(spec, self.modules.make("scheduler_pass", spec)) for spec in config.pipeline]
+
+
+def _text_of(config: SchedulerConfig) -> str:
+    stages = [(stage, getattr(config, stage)) for stage in STAGES]
+    named = [f"{stage}={'none' if spec is None else spec.text}" for stage, spec in stages]
+    return ",".join([*(each.text for each in config.passes), *named])
 
 
 def _plain(spec: ProviderSpec | None) -> Any:

@@ -20,7 +20,7 @@ from sagellm.core.plugins.failure import contained
 from sagellm.core.plugins.option_text import split
 from sagellm.engines.config.shown import shown
 from sagellm.engines.engine_core.core import EngineCore
-from sagellm.engines.engine_core.guards import Guard, LatestRequests, Limit
+from sagellm.engines.engine_core.guards import MAX_KEPT, Guard, LatestRequests, Limit
 from sagellm.engines.engine_core.policy_metrics import KINDS, PolicyMetrics, kind_of
 from sagellm.engines.engine_core.sequence import Sequence
 from sagellm.engines.engine_core.shadows import ShadowCaches
@@ -28,6 +28,7 @@ from sagellm.engines.engine_core.shadows import ShadowCaches
 _logger = get_logger(__name__)
 
 _MAX_CHANGES = 100
+_MAX_LIMITS = _MAX_SHADOWS = 16
 _CHECK_NS = 200_000_000
 """Between two looks at a guard's figures."""
 
@@ -91,6 +92,7 @@ class PolicyAdmin:
                 kind: {
                     "name": self._name(kind),
                     "for_s": (now_ns - since[kind]) / 1e9 if kind in since else None,
+                    "failure": self._failure(kind),
                     "setting": KINDS[kind].setting,
                     "flag": KINDS[kind].flag,
                     "guard": None if kind not in self._guarded else self._plain(self._guarded[kind]),
@@ -122,7 +124,7 @@ class PolicyAdmin:
         name = self._started[kind] if name.strip() == "default" else name.strip()
         guard = self._guard(guards or [], window_s, min_requests)
         before, guarded = self._name(kind), self._guarded.get(kind)
-        is_new = before not in (name, ProviderSpec.of(name).text if kind != "passes" else name)
+        is_new = before != self._whole_name(kind, name) or bool(self._failure(kind))
         if not is_new and guards and guarded is None:
             raise ConfigError(
                 f"{name} is in force already, so there is nothing that a guard could go back to; guard the "
@@ -152,6 +154,8 @@ class PolicyAdmin:
             self._modules.config = self._modules.changed({"prefix_cache.shadow": ()})
             self._core.run_shadows(None)
             return self.policies()
+        if len(specs) > _MAX_SHADOWS:
+            raise ConfigError(f"{len(specs):,} shadows are named; at most {_MAX_SHADOWS} run at once")
         changed = self._modules.changed({"prefix_cache.shadow": specs, "prefix_cache.shadow_sample": sample})
         shadows = ShadowCaches(self._modules, specs, self._core.kv, sample=sample)
         shadows.begin_like(self._core.kv.cache)
@@ -188,7 +192,9 @@ class PolicyAdmin:
         live = list(self._core.live_sequences())
         for kind, guarded in list(self._guarded.items()):
             with contained() as failure:
-                why = guarded.guard.breach(self._requests, live, now_ns)
+                failed = self._failure(kind)
+                breach = guarded.guard.breach(self._requests, live, now_ns)
+                why = f"it failed: {failed}" if failed else breach
             if failure.error is not None:
                 del self._guarded[kind]
                 _logger.error("the guard of %s failed and is gone", kind, exc_info=failure.error)
@@ -276,13 +282,30 @@ class PolicyAdmin:
             "back_to": guarded.before,
         }
 
+    def _whole_name(self, kind: str, name: str) -> str:
+        """Return a name as `_name` would give it."""
+        if kind == "passes":
+            return self._core.parts.passes.whole_text(name)
+        return "none" if kind == "drafts" and name == "off" else ProviderSpec.of(name).text
+
+    def _failure(self, kind: str) -> str:
+        """Return why a policy that is in force does not decide any more; empty if it does."""
+        if kind == "eviction":
+            return self._core.kv.cache.metrics().policy_failure
+        return self._core.parts.passes.failure if kind == "passes" else ""
+
     def _guard(self, texts: list[str], window_s: float, min_requests: int) -> Guard | None:
         if not texts:
             return None
         if not 0 < window_s <= 86_400:
             raise ConfigError(f"the guard's window is {window_s:g} s; it must be above 0, and at most a day")
-        if min_requests < 1:
-            raise ConfigError(f"min_requests is {min_requests}; it must be at least 1")
+        if type(min_requests) is not int or not 1 <= min_requests <= MAX_KEPT:
+            raise ConfigError(
+                f"min_requests is {shown(min_requests)}; it must be a whole number from 1 to {MAX_KEPT:,}, "
+                "the requests that are remembered"
+            )
+        if len(texts) > _MAX_LIMITS:
+            raise ConfigError(f"{len(texts):,} guards are given; at most {_MAX_LIMITS} are kept")
         now_ns = self._clock.now_ns()
         before = self._requests.window(now_ns - round(window_s * 1e9), self._core.live_sequences(), now_ns)
         limits = tuple(Limit.read(text, before, min_requests) for text in texts)

@@ -73,7 +73,9 @@ class Predictions:
             unchecked(PredictionRequest, vars(sequence.asked), current_length=length)
             for sequence, length in zip(sequences, lengths, strict=True)
         ]
-        found = predictor.predict_all(asked)
+        found = list(predictor.predict_all(asked))
+        if len(found) != len(asked):
+            raise ValueError(f"it answers {len(asked)} requests with {len(found)} predictions")
         expected = list(map(_mean_of, sequences, found))
         self._predictor, self._scores = predictor, LifetimeScores()
         self._scores.num_predictions = len(found)

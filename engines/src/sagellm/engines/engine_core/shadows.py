@@ -44,6 +44,8 @@ _BEYOND = 1.5
 """How far the truth may be behind the sample, in distances between it and its parts. If errors fell with the
 root of a cache's size, it would be once."""
 
+_MAX_SAMPLE = NUM_PARTS / (NUM_PARTS + 1)
+
 _MIN_BLOCKS = 256
 """Capacity of a sample; a smaller one would behave unlike the cache that it stands for."""
 
@@ -173,8 +175,10 @@ class ShadowCaches:
         self, modules: Modules, specs: Seq[ProviderSpec], kv: KVCacheManager, *, sample: float = 1.0
     ) -> None:
         """Raises ConfigError for a sample that is too small, an unknown policy or wrong options."""
-        if not 0 < sample <= 1:
-            raise ConfigError(f"the sample is {sample:g}; it must be above 0 and at most 1")
+        if not (0 < sample <= _MAX_SAMPLE or sample == 1):
+            raise ConfigError(
+                f"the sample is {sample:g}; it must be above 0 and at most {_MAX_SAMPLE:g}, or 1 for all"
+            )
         size, num_blocks = kv.seats.block_size, kv.total_blocks
         self._clock, self._now_ns = VirtualClock(), kv.clock.now_ns
         self._size, self._total_blocks = size, num_blocks

@@ -184,6 +184,8 @@ def _shown(found: Mapping[str, Any], num_changes: int | None) -> Iterator[str]:
     ]
     yield columns(("KIND", "POLICY", "SINCE"), rows)
     for kind, each in found["policies"].items():
+        if each["failure"]:
+            yield f"\n{kind} has failed and decides nothing any more: {each['failure']}"
         if (guard := each["guard"]) is not None:
             yield f"\nguard of {kind}, back to {guard['back_to']}:"
             yield from (f"  {_limit(limit, guard['min_requests'])}" for limit in guard["limits"])
@@ -231,7 +233,8 @@ def _shadowed(found: Mapping[str, Any]) -> Iterator[str]:
         yield "shadows: off"
         return
     names = ", ".join(each["policy"] for each in shadows["shadows"])
-    yield f"shadows: {names}; what each would save is in: sage llm policy show"
+    share = f" on {shadows['sample']:.3g} of the blocks" if shadows["sample"] < 1 else ""
+    yield f"shadows: {names}{share}; what each would save is in: sage llm policy show"
 
 
 def _change(each: Mapping[str, Any]) -> tuple[str, ...]:
