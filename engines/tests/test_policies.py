@@ -332,6 +332,18 @@ def test_a_guarded_policy_that_fails_goes_back(make_engine, monkeypatch):
     assert not admin.policies()["policies"]["eviction"]["failure"]
 
 
+def test_a_policy_without_metrics_leaves_those_of_the_others(make_engine, monkeypatch, caplog):
+    engine = make_engine()
+    admin = PolicyAdmin(engine.client.core)
+    monkeypatch.setattr(LRUEvictionPolicy, "metrics", lambda _: 1 / 0)
+    admin.set("eviction", "lru")
+    for _ in range(2):
+        modules = engine.metrics().modules
+    assert modules["policies"].policies["eviction"] == "lru"
+    assert "eviction_policy" not in modules
+    assert "metrics of eviction_policy failed, 1 times so far: " in caplog.text
+
+
 def test_a_policy_that_failed_is_shown_and_can_be_set_again(make_engine, monkeypatch):
     engine = make_engine(num_blocks=8)
     admin = PolicyAdmin(engine.client.core)

@@ -36,7 +36,7 @@ from sagellm.core.protocols.step import CopyBlocks, KVOp, Seat
 from sagellm.core.request import RequestRecord, StepRecord
 from sagellm.engines.attention.progress_hook import ProgressHook
 from sagellm.engines.engine_core.kv_cache_manager import KVCacheManager
-from sagellm.engines.engine_core.observers import Observers, Shadows, Watchers
+from sagellm.engines.engine_core.observers import Failures, Observers, Shadows, Watchers
 from sagellm.engines.engine_core.pass_admin import PassAdmin
 from sagellm.engines.engine_core.predictions import Predictions
 from sagellm.engines.engine_core.preparing import Preparing
@@ -136,6 +136,7 @@ class EngineCore(EngineProtocol):
         self.add_metrics("recorder", parts.recorder.metrics)
         self.add_metrics("lifetime_predictor", self._predictions.metrics)
         self.watchers = Watchers(parts.registry)
+        self._untold: dict[str, Failures] = {}  # modules whose metrics raise
         self.shadows: Shadows | None = None
         self._add_speculation()
         self._request_observers = Observers(parts.registry, "sagellm_request_finished")
@@ -279,9 +280,15 @@ class EngineCore(EngineProtocol):
                 self.parts.executor.close()
 
     def metrics(self) -> EngineMetrics:
-        """Return a snapshot with the metrics of every module."""
-        with self._without_exits():
-            modules = {kind: read() for kind, read in self.parts.metrics_of.items()}
+        """Return a snapshot with the metrics of every module, but of those that fail to tell theirs."""
+        modules = {}
+        for kind, read in self.parts.metrics_of.items():
+            with contained() as failure:
+                modules[kind] = read()
+            if failure.error is not None:
+                if kind not in self._untold:
+                    self._untold[kind] = Failures(self.parts.registry, f"metrics of {kind}")
+                self._untold[kind].log(failure.error)
         return replace(
             self._metrics,
             num_running=self.scheduler.num_running,
