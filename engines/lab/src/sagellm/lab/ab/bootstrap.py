@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 MIN_SESSIONS = 20
-"""With fewer there is no interval: each block would be a single session."""
+"""Fewer give no interval, since each block would be a single session."""
 
 _NUM_BLOCKS = 10
 
