@@ -39,7 +39,7 @@ def names(queue: WaitingQueue[Theirs]) -> list[str]:
     return [request.request_id for request in queue]
 
 
-def test_an_open_line_yields_the_chosen_order_and_then_seems_empty():
+def test_an_open_queue_yields_the_chosen_order_and_then_seems_empty():
     queue, _ = make(*"abcd")
     queue.rows()
     queue.open(np.array([2, 0]))
