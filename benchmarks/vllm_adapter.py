@@ -8,8 +8,9 @@ P is an interpreter with vLLM 0.32 for CPUs, `sagellm-adapters` and `sagellm-evi
     order       the same requests at once under `order=shortest`: who is admitted when, beside their lengths
     step        `schedule` with N running, step by step in turns: all decode, the same with a full queue, and
                 with requests that end and others that take their place
-    throughput  pairs of the same load, step by step in turns: whole runs differ by a third. With a model of
-                two layers, and with one of the Qwen3-0.6B shape in bf16; 95 % interval of the ratio
+    throughput  output tokens per second with 80 clients for 64 seats, step by step in turns: whole runs
+                differ by a third. With a model of two layers, and with one of the
+                Qwen3-0.6B shape in bf16; 95 % interval of the ratio over pairs, each with loads of its own
     eviction    the hit rate of vLLM's offloading manager on a trace of Mooncake's, in chunks of 512 tokens
 
 Each part that runs replaces its own figures in the kept file.
@@ -22,7 +23,7 @@ import random
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -36,8 +37,8 @@ from sagellm.engines.testing import make_checkpoint
 PASSES = "order=shortest,share=fair-share,chunk=chunked-prefill"
 """The passes of our engine's default."""
 
-NUM_REQUESTS, FEW_BLOCKS, MANY_BLOCKS = 256, 64, 2048
-THROUGHPUT = {"2-layers": (128, 8, MANY_BLOCKS), "0.6B": (64, 1, 512)}
+NUM_REQUESTS, NUM_CLIENTS, FEW_BLOCKS, MANY_BLOCKS = 256, 80, 64, 2048
+THROUGHPUT = {"2-layers": (400, 2, MANY_BLOCKS), "0.6B": (160, 1, 512)}
 """By model: requests of a race, races of a pair, blocks."""
 
 PARTS = ("outputs", "order", "step", *(f"throughput-{model}" for model in THROUGHPUT), "eviction")
@@ -180,33 +181,33 @@ def throughput(options: argparse.Namespace, *, model: str) -> dict[str, Any]:
 def _races(
     options: argparse.Namespace, model: Path, num_requests: int, num_races: int, num_blocks: int
 ) -> dict[str, Any]:
-    """Run pairs of the same load, each of so many races; both take the first step in turns."""
+    """Run pairs, each of so many races with loads of their own; both take the first step in turns."""
     peer = _loaded(options, model, is_async=False, num_blocks=num_blocks)
     peer.ask("load", str(model), False, options.threads, num_blocks)
-    asked = _requests(num_requests)
-    peer.ask("race", PASSES, asked, num_blocks)  # warm up
-    seconds: dict[str, list[float]] = {name: [] for name in ("stock", "ours", "cpu_stock", "cpu_ours")}
-    num_tokens = 0
+    peer.ask("race", PASSES, _requests(num_requests), NUM_CLIENTS, num_blocks)  # warm up
+    rates: dict[str, list[float]] = {name: [] for name in ("stock", "ours", "cpu_stock", "cpu_ours")}
+    seeds, steps = count(), {"stock": 0, "ours": 0}
     for _ in range(options.pairs):
-        for took in seconds.values():
-            took.append(0.0)
-        for _ in range(num_races):
-            raced = peer.ask("race", PASSES, asked, num_blocks)
-            num_tokens = raced["output_tokens"]
-            for name in ("stock", "ours"):
-                seconds[name][-1] += raced["seconds"][name]
-                seconds[f"cpu_{name}"][-1] += raced["cpu_seconds"][name]
+        races = [
+            peer.ask("race", PASSES, _requests(num_requests, next(seeds)), NUM_CLIENTS, num_blocks)
+            for _ in range(num_races)
+        ]
+        for name in steps:
+            steps[name] += sum(each["steps"][name] for each in races)
+            num_tokens = sum(each["output_tokens"][name] for each in races)
+            rates[name].append(num_tokens / sum(each["seconds"][name] for each in races))
+            rates[f"cpu_{name}"].append(num_tokens / sum(each["cpu_seconds"][name] for each in races))
     peer.end()
     return {
         "passes": PASSES,
-        "requests": len(asked),
-        "output_tokens": num_tokens,
+        "requests": num_requests,
+        "clients": NUM_CLIENTS,
         "pairs": options.pairs,
         "races": num_races,
-        "tokens_per_s": {name: num_races * num_tokens / median(seconds[name]) for name in ("stock", "ours")},
-        **ratio_of_pairs(seconds["stock"], seconds["ours"]),
-        "of_cpu": ratio_of_pairs(seconds["cpu_stock"], seconds["cpu_ours"]),
-        "seconds": seconds,
+        "steps": steps,
+        **ratio_of_pairs(rates["ours"], rates["stock"]),
+        "of_cpu": ratio_of_pairs(rates["cpu_ours"], rates["cpu_stock"]),
+        "output_tokens_per_s": rates,
     }
 
 

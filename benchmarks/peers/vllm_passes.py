@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -127,45 +128,66 @@ def load(model: str, is_async: bool, num_threads: int, num_blocks: int) -> dict[
     return {"overlaps": bool(LLM[0].llm_engine.vllm_config.scheduler_config.async_scheduling)}
 
 
-def race(passes: str, requests: list[list[int]], num_blocks: int) -> dict[str, Any]:
-    """Answer requests with both schedulers, one step of each in turn, each with a model of its own.
+def race(passes: str, requests: list[list[int]], num_clients: int, num_blocks: int) -> dict[str, Any]:
+    """Serve requests with both schedulers, one step of each in turn, each with a model of its own.
 
-    Returns the seconds that each took, those of CPU in all threads, and the output tokens of each.
+    So many clients send the next request when theirs is answered. Returns the seconds that each took, those
+    of CPU in all threads, the output tokens, and its steps.
     """
-    took: dict[str, list[float]] = {}
-    engines = {}
-    for name, llm, given in zip(("stock", "ours"), LLM, (None, passes), strict=True):
+    servers = {
+        name: _Server(llm, given, requests, num_clients, num_blocks)
+        for name, llm, given in zip(("stock", "ours"), LLM, (None, passes), strict=True)
+    }
+    gc.collect()
+    turn = 0
+    while any(each.is_busy for each in servers.values()):
+        turn += 1
+        for name in sorted(servers, reverse=bool(turn % 2)):
+            if servers[name].is_busy:
+                servers[name].step()
+    names = ("seconds", "cpu_seconds", "output_tokens", "steps")
+    told = {name: {key: getattr(each, name) for key, each in servers.items()} for name in names}
+    assert told["output_tokens"]["stock"] == told["output_tokens"]["ours"], told
+    return told
+
+
+class _Server:
+    """A model, and clients that keep it busy until they have no more requests."""
+
+    def __init__(
+        self, llm: Any, passes: str | None, requests: list[list[int]], num_clients: int, num_blocks: int
+    ) -> None:
         core = llm.llm_engine.engine_core.engine_core
-        core.scheduler = _like(core.scheduler, given, num_blocks)
-        for number, (seed, length, num_output) in enumerate(requests):
+        core.scheduler = self._scheduler = _like(core.scheduler, passes, num_blocks)
+        self._engine, self._left = llm.llm_engine, iter(enumerate(requests))
+        self.seconds, self.cpu_seconds, self.output_tokens, self.steps = 0.0, 0.0, 0, 0
+        self._send(num_clients)
+
+    def _send(self, number: int) -> None:
+        for index, (seed, length, num_output) in islice(self._left, number):
             prompt = vllm.TokensPrompt(prompt_token_ids=_tokens(seed, length))
             params = vllm.SamplingParams(
                 temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False
             )
-            llm.llm_engine.add_request(str(number), prompt, params)
-        engines[name], took[name] = llm.llm_engine, [0.0, 0.0, 0]
-    gc.collect()
-    turn = 0
-    while engines:
-        turn += 1
-        for name in sorted(engines, reverse=bool(turn % 2)):
-            engine, spent = engines[name], took[name]
-            begun, cpu_begun = time.perf_counter(), time.process_time()
-            outputs = engine.step()
-            spent[0] += time.perf_counter() - begun
-            spent[1] += time.process_time() - cpu_begun
-            spent[2] += sum(len(each.outputs[0].token_ids) for each in outputs if each.finished)
-            if not engine.has_unfinished_requests():
-                failures = getattr(engine.engine_core.engine_core.scheduler, "pass_failures", {})
-                assert not failures, failures
-                del engines[name]
-    assert took["stock"][2] == took["ours"][2], took
-    return {
-        "seconds": {name: spent[0] for name, spent in took.items()},
-        "cpu_seconds": {name: spent[1] for name, spent in took.items()},
-        "output_tokens": took["ours"][2],
-        "steps": turn,
-    }
+            self._engine.add_request(str(index), prompt, params)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is not answered."""
+        return bool(self._engine.has_unfinished_requests())
+
+    def step(self) -> None:
+        """Run a step, and let those send the next request whose last one was answered."""
+        begun, cpu_begun = time.perf_counter(), time.process_time()
+        outputs = self._engine.step()
+        self.seconds += time.perf_counter() - begun
+        self.cpu_seconds += time.process_time() - cpu_begun
+        self.steps += 1
+        answered = [each for each in outputs if each.finished]
+        self.output_tokens += sum(len(each.outputs[0].token_ids) for each in answered)
+        self._send(len(answered))
+        failures = getattr(self._scheduler, "pass_failures", {})
+        assert not failures, failures
 
 
 def run(passes: str | None, requests: list[list[int]], num_blocks: int, *, is_shown: bool = True) -> Any:

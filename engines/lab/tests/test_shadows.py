@@ -194,6 +194,7 @@ def test_what_shadows_cannot_be_is_refused(make_engine):
     admin.shadow("lru")
     before = engine.client.core.shadows
     for names, sample, told in (
+        ("", 1.0, "no shadow is named"),
         ("lruu", 1.0, "lruu"),
         ("lru,lru", 1.0, "once"),
         ("s3fifo{size=3}", 1.0, "size"),

@@ -80,6 +80,7 @@ def test_equal_configurations_are_recognized():
         ("scheduler.max_num_seqs=0", "at least 1"),
         ("predictor=exact{x=1}", "it takes error"),
         ("predictor=exact{error=-1}", "it takes error"),
+        ("predictor=exact{error=1e300}", "a number from 0 to 10"),
         ("kv.block_size=[1", "its square brackets do not match"),
     ],
 )

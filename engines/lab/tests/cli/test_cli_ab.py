@@ -171,6 +171,11 @@ def test_what_decides_nothing_in_the_cache_alone_is_said(trace, sage):
     assert "without --cost only the cache is replayed: order, share, " in found["verdict"]
 
 
+def test_who_has_more_memory_is_said(trace, sage):
+    out = sage("llm", "ab", trace, "--num-blocks", "12", "--b", "kv.block_size=32", "--no-bounds").out
+    assert "b has KV for 384 tokens, a for 192\n" in out
+
+
 def test_blocks_that_nobody_named_are_said_to_be_those_of_the_costs(trace, costs, sage):
     arguments = ("llm", "ab", trace, "--cost", costs, "--b", "order=mlfq", "--no-bounds")
     said = "what the memory in the costs holds; --num-blocks is what your server has"
@@ -370,7 +375,8 @@ def test_a_run_that_fails_ends_the_others(trace, tmp_path, monkeypatch):
         run_jobs(jobs, 2, lambda amount: None)
 
 
-def test_an_interrupt_ends_the_processes(costs, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_processes_end_with_the_command(costs, tmp_path, number):
     path = tmp_path / "long.jsonl"
     write_trace(path, [TraceRequest(0.001 * i, 50, 200) for i in range(20_000)])
     command = [
@@ -389,12 +395,13 @@ def test_an_interrupt_ends_the_processes(costs, tmp_path):
     parent = psutil.Process(running.pid)
     wait_until(lambda: len(parent.children()) == 2, "the runs did not start")
     workers = parent.children()
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
     _, errors = running.communicate(timeout=PATIENCE_S)
-    assert running.returncode == 130
-    assert errors.endswith("stopped\n")
+    if number == signal.SIGINT:
+        assert (running.returncode, errors[-8:]) == (130, "stopped\n")
     assert "Traceback" not in errors
-    assert not any(each.is_running() for each in workers)
+    _, alive = psutil.wait_procs(workers, PATIENCE_S)
+    assert not alive
 
 
 def test_a_job_is_run_without_torch(trace, costs):

@@ -194,6 +194,26 @@ def test_counts_of_tokens_are_whole_and_bounded(given):
         read(AzureTraceReader(), text)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_cached_tokens": 2}, "num_cached_tokens is 2, and the prompt has 1 tokens"),
+        ({"ttft_s": -0.5}, r"ttft_s is -0\.5; it must be a number from 0"),
+        ({"total_s": -1}, "total_s is -1; it must be a number from 0"),
+    ],
+)
+def test_what_a_server_cannot_have_measured_is_refused(given, message):
+    with pytest.raises(InvalidInputError, match=f"line 2: {message}"):
+        read(SageLLMTraceReader(), json_lines([HEAD, OWN | given]))
+
+
+def test_arrivals_too_far_apart_for_a_clock_are_refused(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json_lines([HEAD, OWN, OWN | {"arrival_s": 1e300}]))
+    with pytest.raises(ConfigError, match=r"its arrivals span 1e\+300 s; at most 1e\+09"):
+        read_trace(path)
+
+
 def test_another_version_of_our_format_is_refused():
     with pytest.raises(InvalidInputError, match="line 1: the head"):
         read(SageLLMTraceReader(), json_lines([{"format": "sagellm-trace", "version": 2}]))

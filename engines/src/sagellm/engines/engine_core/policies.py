@@ -150,7 +150,9 @@ class PolicyAdmin:
                 f"the shadows are {shown(names)}; they must be a text, such as lru,s3fifo"
             )
         specs = tuple(map(ProviderSpec.of, split(names)))
-        if [spec.name for spec in specs] in ([], ["off"], ["none"]):
+        if not specs:
+            raise ConfigError("no shadow is named; name eviction policies, or off to end those that run")
+        if [spec.name for spec in specs] in (["off"], ["none"]):
             self._modules.config = self._modules.changed({"prefix_cache.shadow": ()})
             self._core.run_shadows(None)
             return self.policies()

@@ -126,7 +126,7 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
         if not tenant.num_nodes:
             del self._tenants[node.namespace.account]
             self._weight = self._weight - tenant.weight if self._tenants else 0.0
-            tenant.policy = self._make()  # the heap may hold the tenant for long, but must not hold its nodes
+            tenant.policy = LRUEvictionPolicy()  # the heap may hold the tenant for long, and not its nodes
 
     def add_candidate(self, node: CachedNode) -> None:
         """Rank it among its tenant's candidates."""

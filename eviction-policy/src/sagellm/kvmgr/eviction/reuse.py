@@ -87,6 +87,19 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
             raise ConfigError(
                 f"window is {window!r}; it must be a whole number of turns, 1 to {_MAX_WINDOW:,}"
             )
+        self._begin(ReturnModels(window=window))
+
+    @classmethod
+    def sharing(cls, models: ReturnModels) -> Self:
+        """Make a policy that shares its models with others but ranks its own leaves."""
+        policy = cls.__new__(cls)
+        policy._begin(models)
+        return policy
+
+    def _begin(self, models: ReturnModels) -> None:
+        self._models = models
+        self._ranking: ReturnRanking[CachedNode] = ReturnRanking(models)
+        self._duel = Duel(models, lambda: self._gives_up_ends)
         self._known: dict[NodeId, _Known] = {}
         self._gone: OrderedDict[NodeId, Turn] = OrderedDict()
         self._by_use = NodeRanking(_LAST_USE)
@@ -99,14 +112,6 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         self._is_full = False  # something has been evicted
         self._num_evicted = {False: 0, True: 0}  # blocks, by whether the learnt order was in force
         self._now_s = 0.0
-        self._learn_with(ReturnModels(window=window))
-
-    @classmethod
-    def sharing(cls, models: ReturnModels) -> Self:
-        """Make a policy that shares its models with others but ranks its own leaves."""
-        policy = cls(window=1)
-        policy._learn_with(models)
-        return policy
 
     def on_insert(self, node: CachedNode) -> None:
         """Find the turn that the node belongs to."""
@@ -251,11 +256,6 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         }
         details = self._models.details() | self._duel.details() | evicted
         return replace(self._metrics, num_candidates=len(self._by_use), details=details)
-
-    def _learn_with(self, models: ReturnModels) -> None:
-        self._models = models
-        self._ranking: ReturnRanking[CachedNode] = ReturnRanking(models)
-        self._duel = Duel(models, lambda: self._gives_up_ends)
 
     @property
     def _room(self) -> float:

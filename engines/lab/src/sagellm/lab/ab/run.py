@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from sagellm.core import ConfigError, SageLLMError, TraceRequest
@@ -24,6 +26,7 @@ Mode = Literal["serving", "cache", "belady", "unlimited"]
 """Serving on virtual time, or a replay: of the cache alone, with the optimal eviction, without a limit."""
 
 _REPORT_EVERY = 20
+_LOOK_S = 0.5
 _NO_ROOM = "their prompts found no room, and count as not saved"
 
 Rows = dict[str, list[float | None]]
@@ -149,7 +152,15 @@ def main(lines: Iterable[str], out: IO[str]) -> int:
     return 0
 
 
+def _end_with(parent: int) -> None:
+    """End this process once its parent has ended, however that was."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
         os.dup2(2, 1)  # whatever else a plugin prints is not a result
         sys.exit(main(sys.stdin, results))

@@ -10,6 +10,7 @@ from sagellm.core import ConfigError, PluginError, PluginRegistry, ProviderSpec,
 from sagellm.core.plugins.option_text import read_value, split
 from sagellm.core.protocols.scheduler_ir import STAGES
 from sagellm.engines.config.schema import PROVIDER_KINDS, EngineConfig
+from sagellm.lab.simulation.oracle import MAX_ERROR
 
 DEFAULT = "default"
 EXACT = "exact"
@@ -44,6 +45,11 @@ class Variant:
     text: str
     config: EngineConfig
     oracle_error: float | None = None
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens for which there is KV; 0 while nobody has said how many blocks there are."""
+        return (self.config.kv.num_blocks or 0) * self.config.kv.block_size
 
     def policies(self, *, is_served: bool) -> str:
         """Name the policies that decide something, as a variant would: `eviction=reuse,order=shortest`."""
@@ -127,9 +133,9 @@ def _check_key(setting: str, key: str) -> None:
 
 def _error(options: Mapping[str, Any]) -> float:
     error = options.get("error", 0.0)
-    if not options.keys() <= {"error"} or not isinstance(error, int | float) or not 0 <= error < float("inf"):
+    if not options.keys() <= {"error"} or not isinstance(error, int | float) or not 0 <= error <= MAX_ERROR:
         raise ConfigError(
-            f"{EXACT} has the options {dict(options)}; it takes error, a number of at least 0, the spread of "
-            "its log-normal error"
+            f"{EXACT} has the options {dict(options)}; it takes error, a number from 0 to {MAX_ERROR}, the "
+            "spread of its log-normal error"
         )
     return float(error)

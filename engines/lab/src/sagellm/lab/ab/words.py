@@ -139,7 +139,11 @@ def about_load(study: Study) -> str:
 
 
 def notes(study: Study) -> Iterator[str]:
-    """Yield what was recorded, which bounds are missing, and in which runs requests failed."""
+    """Yield what differs in memory, what was recorded, the missing bounds, and where requests failed."""
+    a, *others = study.plan.variants
+    for variant in others:
+        if (num_tokens := variant.num_kv_tokens) != a.num_kv_tokens:
+            yield f"{variant.name} has KV for {num_tokens:,} tokens, a for {a.num_kv_tokens:,}"
     if study.recorded:
         figures = (f"{each.metric.title} {figure_text(each.metric, each.a)}" for each in study.recorded)
         yield f"as recorded: {', '.join(figures)}"

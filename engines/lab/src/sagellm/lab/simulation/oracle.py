@@ -16,6 +16,9 @@ from sagellm.core import (
 )
 from sagellm.core.protocols.lifetime import check_observation
 
+MAX_ERROR = 10
+"""Two predictions of the same length then differ more than ten thousand times, as often as not."""
+
 
 class OraclePredictor(LifetimePredictorProtocol):
     """Predicts each recorded length × e^x, x normally distributed with standard deviation `error`.
@@ -25,8 +28,8 @@ class OraclePredictor(LifetimePredictorProtocol):
     """
 
     def __init__(self, output_lens: Mapping[SequenceId, int], *, error: float = 0.0, seed: int = 0) -> None:
-        if not 0 <= error < float("inf"):
-            raise ConfigError(f"the oracle's error is {error}; it must be a number of at least 0")
+        if not 0 <= error <= MAX_ERROR:
+            raise ConfigError(f"the oracle's error is {error}; it must be a number from 0 to {MAX_ERROR}")
         self._output_lens, self._error, self._seed = output_lens, error, seed
         self._confidence = math.erf(math.log(1.1) / (error * math.sqrt(2))) if error else 1.0
         self._num_predictions = self._num_updates = 0

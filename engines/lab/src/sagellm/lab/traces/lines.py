@@ -68,6 +68,14 @@ def number_of(value: object, what: str, line: int) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
+def seconds_of(value: object, what: str, line: int) -> float:
+    """Read how long something took. Raises InvalidInputError."""
+    seconds = number_of(value, what, line)
+    if seconds < 0:
+        raise InvalidInputError(f"line {line}: {what} is {value!r:.60}; it must be a number from 0")
+    return seconds
+
+
 def ints_of(value: object, what: str, line: int) -> list[int]:
     """Read a list of whole numbers. Raises InvalidInputError."""
     if not isinstance(value, list) or not all(type(one) is int for one in value):

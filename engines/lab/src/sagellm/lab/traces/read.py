@@ -24,6 +24,9 @@ from sagellm.lab.files import PackingError, open_text, plain_name
 
 logger = get_logger(__name__)
 
+_MAX_SPAN_S = 1e9
+"""Clocks count in nanoseconds of 64 bits."""
+
 
 def read_trace(
     path: str | os.PathLike[str],
@@ -52,6 +55,10 @@ def read_trace(
         raise ConfigError(f"the trace {path}: {error}") from error
     if not found:
         raise ConfigError(f"the trace {path} holds no request with a prompt and an output")
+    if (span_s := found[-1].arrival_s - found[0].arrival_s) > _MAX_SPAN_S:
+        raise ConfigError(
+            f"the trace {path}: its arrivals span {span_s:.3g} s; at most {_MAX_SPAN_S:.0e} are possible"
+        )
     return list(_from_zero(found))
 
 

@@ -27,6 +27,7 @@ from sagellm.lab.traces.lines import (
     ints_of,
     json_lines,
     number_of,
+    seconds_of,
 )
 from sagellm.lab.traces.stand_ins import StandIns
 
@@ -145,9 +146,9 @@ def _request(row: dict[str, Any], block_tokens: int, stand_ins: StandIns | None,
         finish_reason=_finish_reason(row.get("finish_reason"), line),
         output_token_ids=output_token_ids,
         output_block_ids=output_block_ids,
-        num_cached_tokens=_optional(row, "num_cached_tokens", count_of_tokens, line),
-        ttft_s=_optional(row, "ttft_s", number_of, line),
-        total_s=_optional(row, "total_s", number_of, line),
+        num_cached_tokens=_num_cached_tokens(row, num_prompt_tokens, line),
+        ttft_s=_optional(row, "ttft_s", seconds_of, line),
+        total_s=_optional(row, "total_s", seconds_of, line),
     )
 
 
@@ -156,6 +157,15 @@ def _tokens(row: dict[str, Any], name: str, line: int) -> TokenIds:
         return pack(ints_of(row.get(name, []), name, line))
     except InvalidInputError as error:
         raise InvalidInputError(f"line {line}: {error}") from error
+
+
+def _num_cached_tokens(row: dict[str, Any], num_prompt_tokens: int, line: int) -> int | None:
+    num: int | None = _optional(row, "num_cached_tokens", count_of_tokens, line)
+    if num is not None and num > num_prompt_tokens:
+        raise InvalidInputError(
+            f"line {line}: num_cached_tokens is {num}, and the prompt has {num_prompt_tokens} tokens"
+        )
+    return num
 
 
 def _optional(row: dict[str, Any], name: str, read: Callable[[object, str, int], Any], line: int) -> Any:
