@@ -66,7 +66,6 @@ def run(engine, *, most=8):
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("allocator", ["free_list", "buddy"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -77,13 +76,14 @@ def run(engine, *, most=8):
         {"num_blocks": 60, "kv_tiers": {"host": "64MiB"}, "kv_fetch": "always"},
         {"max_num_batched_tokens": 16},
         {"attention_backend": "naive"},
+        {"kv_allocator": "buddy"},
     ],
     ids=lambda settings: ",".join(settings) or "default",
 )
 def test_tokens_are_the_same_when_blocks_move_at_every_step(
-    make_engine, expected, all_blocks_are_back, settings, allocator
+    make_engine, expected, all_blocks_are_back, settings
 ):
-    engine = make_engine(**({"block_size": 8, "num_blocks": 60, "kv_allocator": allocator} | settings))
+    engine = make_engine(**({"block_size": 8, "num_blocks": 60} | settings))
     compacting = Compacting(engine)
     for _ in range(3):
         assert run(engine, most=3 if "kv_tiers" in settings else 8) == expected

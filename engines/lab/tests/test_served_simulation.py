@@ -22,17 +22,17 @@ from sagellm.server.http.listener import Listener
 @pytest.mark.repeats
 def test_no_fault_makes_an_answer_wrong_or_missing():
     totals = Totals()
-    failures = list(run_seeds(range(30), totals))
+    failures = list(run_seeds(range(15), totals))
     assert not failures, "\n".join(map(str, failures))
-    assert totals.num_answered > 150
+    assert totals.num_answered > 75
     assert totals.num_attempts > totals.num_answered, "no fault was felt"
-    assert totals.num_restarts > 5
+    assert totals.num_restarts > 2
 
 
 @pytest.mark.full  # a minute of CPU
-@pytest.mark.parametrize("first", range(30, 500, 47))
+@pytest.mark.parametrize("first", range(15, 500, 54))
 def test_five_hundred_seeds_find_nothing(first):
-    failures = list(run_seeds(range(first, first + 47), Totals()))
+    failures = list(run_seeds(range(first, first + 54), Totals()))
     assert not failures, "\n".join(map(str, failures))
 
 

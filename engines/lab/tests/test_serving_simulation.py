@@ -109,7 +109,7 @@ def test_the_same_load_gives_the_same_run():
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("num_blocks", [40, 60, 150, 4000])
+@pytest.mark.parametrize("num_blocks", [40, 150])
 def test_every_request_gets_its_whole_output_whatever_the_memory(num_blocks):
     requests = load(3)
     run = simulate_serving(requests, config(num_blocks), COSTS)
@@ -261,8 +261,8 @@ def test_in_a_closed_loop_clients_wait_for_their_answers():
 @pytest.mark.no_cover
 def test_tenants_share_while_both_wait():
     """One tenant floods the engine, the other sends as much as it can be served."""
-    flood = [TraceRequest(0.0, 600, 20, tenant="a") for _ in range(60)]
-    other = [TraceRequest(0.0, 600, 20, tenant="b") for _ in range(60)]
+    flood = [TraceRequest(0.0, 600, 20, tenant="a") for _ in range(40)]
+    other = [TraceRequest(0.0, 600, 20, tenant="b") for _ in range(40)]
     requests, settings = flood + other, config(2000, scheduler__max_num_seqs=4)
     slow = replace(COSTS, step=replace(COST, token_ns=1_000_000, base_ns=10_000_000))
     fair = simulate_serving(requests, settings, slow).figures
@@ -364,7 +364,7 @@ def test_an_oracle_knows_lengths_up_to_its_error():
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
 def test_the_default_order_serves_sooner_and_lets_nobody_wait_longer_than_some_do_in_order_of_arrival(seed):
     rng, now_s = Random(seed), 0.0
     requests = []

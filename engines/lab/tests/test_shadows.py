@@ -77,7 +77,7 @@ def make_shadows(config, policies, **settings):
     "prefix_cache", ["radix", "radix{tenant_quotas={tenant-0: 20}}", "radix{reuses_partial_blocks=false}"]
 )
 def test_a_shadow_saves_what_a_replay_saves(policy, prefix_cache):
-    requests = conversations(400, tenants=3)
+    requests = conversations(200, tenants=3)
     config = EngineConfig.from_flat(
         num_blocks=90,
         block_size=8,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from random import Random
 from typing import Any
 
@@ -92,8 +93,7 @@ def run(seed: int, num_blocks: int, *, foresees: bool, **values: Any) -> Serving
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("num_blocks", [40, 90, 300, 4000])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("seed", "num_blocks"), zip(range(12), cycle([40, 90, 300, 4000]), strict=False))
 def test_planning_once_changes_no_result(seed, num_blocks, monkeypatch):
     plans = []
     schedule = Scheduler.schedule

@@ -107,7 +107,7 @@ def with_server(hostile, make_engine):
             serving = asyncio.create_task(server.serve())
             await wait_until_async(lambda: server.started)
             port = server.servers[0].sockets[0].getsockname()[1]
-            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S)
+            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, verify=False)
             return server, serving, client
 
         async def stop():
@@ -335,7 +335,7 @@ def serve(hostile, tmp_path, port):
     def is_ready() -> bool:
         assert serving.poll() is None
         with suppress(httpx.TransportError):
-            return httpx.get(f"{url}/ready", timeout=PATIENCE_S).status_code == 200
+            return httpx.get(f"{url}/ready", timeout=PATIENCE_S, verify=False).status_code == 200
         return False
 
     wait_until(is_ready)
@@ -367,7 +367,7 @@ def test_a_server_stops_while_a_template_hangs_and_leaves_no_process(process, nu
     asking.start()
     before_s = {pid: cpu_seconds(pid) for pid in children(serving.pid)}
     wait_until(lambda: any(cpu_seconds(pid) > before_s.get(pid, 0.0) + 0.2 for pid in children(serving.pid)))
-    with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+    with httpx.Client(base_url=url, timeout=PATIENCE_S, verify=False) as client:
         for _ in range(20):
             assert client.get("/version").status_code == 200
     processes = children(serving.pid)
@@ -381,4 +381,4 @@ def test_a_server_stops_while_a_template_hangs_and_leaves_no_process(process, nu
 
 def _ignoring(url: str, body: dict) -> None:
     with suppress(httpx.HTTPError):
-        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S, verify=False)

@@ -176,6 +176,11 @@ def test_who_has_more_memory_is_said(trace, sage):
     assert "b has KV for 384 tokens, a for 192\n" in out
 
 
+def test_more_blocks_than_a_simulation_has_are_refused(trace, sage):
+    done = sage("llm", "ab", trace, "--num-blocks", "999999999999", "--b", "eviction=lru")
+    assert (done.code, "a: kv.num_blocks is 999,999,999,999; at most 16,777,216" in done.err) == (2, True)
+
+
 def test_blocks_that_nobody_named_are_said_to_be_those_of_the_costs(trace, costs, sage):
     arguments = ("llm", "ab", trace, "--cost", costs, "--b", "order=mlfq", "--no-bounds")
     said = "what the memory in the costs holds; --num-blocks is what your server has"

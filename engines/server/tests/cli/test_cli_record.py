@@ -38,13 +38,15 @@ def serving(tmp_path, *flags):
         def is_ready() -> bool:
             assert process.poll() is None, log.read_text()
             with suppress(httpx.TransportError):
-                return httpx.get(f"{url}/ready", timeout=PATIENCE_S).status_code == 200
+                return httpx.get(f"{url}/ready", timeout=PATIENCE_S, verify=False).status_code == 200
             return False
 
         def ask(number: int) -> httpx.Response:
             body = {"messages": [{"role": "user", "content": f"{WORDS} {number % 7}"}], "max_tokens": 6}
             headers = {"Authorization": f"Bearer {KEY}"}
-            return httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE_S)
+            return httpx.post(
+                f"{url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE_S, verify=False
+            )
 
         try:
             wait_until(is_ready, "the server did not become ready")
@@ -59,7 +61,9 @@ def lines_of(path) -> list[dict]:
 
 
 def metric(url: str, name: str) -> float:
-    page = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S).text
+    page = httpx.get(
+        f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S, verify=False
+    ).text
     [line] = [line for line in page.splitlines() if line.startswith(f"sagellm:{name}")]
     return float(line.rpartition(" ")[2])
 
@@ -109,7 +113,10 @@ def test_a_core_that_is_killed_leaves_whole_lines_and_records_again(tmp_path):
         ]
         core.kill()
         wait_until(path.with_name("traffic.jsonl.1").exists, "the core was not started again")
-        wait_until(lambda: httpx.get(f"{url}/ready", timeout=PATIENCE_S).status_code == 200, "not ready")
+        wait_until(
+            lambda: httpx.get(f"{url}/ready", timeout=PATIENCE_S, verify=False).status_code == 200,
+            "not ready",
+        )
         assert ask(1).status_code == 200
     assert len(lines_of(path)) == len(lines_of(path.with_name("traffic.jsonl.1"))) == 1
 

@@ -73,7 +73,10 @@ def wait_until_ready(process: subprocess.Popen[str], port: int) -> None:
     def is_ready() -> bool:
         assert process.poll() is None, process.stderr.read()
         with suppress(httpx.TransportError):
-            return httpx.get(f"http://127.0.0.1:{port}/ready", timeout=PATIENCE_S).status_code == 200
+            return (
+                httpx.get(f"http://127.0.0.1:{port}/ready", timeout=PATIENCE_S, verify=False).status_code
+                == 200
+            )
         return False
 
     wait_until(is_ready, "the server did not become ready")
@@ -81,14 +84,14 @@ def wait_until_ready(process: subprocess.Popen[str], port: int) -> None:
 
 def is_refused(port: int) -> bool:
     try:
-        httpx.get(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S)
+        httpx.get(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S, verify=False)
     except httpx.TransportError:
         return True
     return False
 
 
 def stream(port: int, num_tokens: int, prompt: Sequence[int] = (5, 6, 7)) -> Iterator[dict]:
-    models = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=PATIENCE_S).json()
+    models = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=PATIENCE_S, verify=False).json()
     body = {
         "model": models["data"][0]["id"],
         "prompt": list(prompt),
@@ -97,7 +100,7 @@ def stream(port: int, num_tokens: int, prompt: Sequence[int] = (5, 6, 7)) -> Ite
         "stream": True,
     }
     url = f"http://127.0.0.1:{port}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=PATIENCE_S) as response:
+    with httpx.stream("POST", url, json=body, timeout=PATIENCE_S, verify=False) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 yield json.loads(line.removeprefix("data: "))
@@ -315,7 +318,7 @@ def test_an_engine_is_healthy_in_a_long_step_and_unhealthy_when_it_is_frozen(env
     command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "serve", str(model), "--port", str(port)]
     command += ["--dtype", "float32", "--forward-backend", "torch", "--frozen-after-s", "20"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S)
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, verify=False)
     try:
         wait_until_ready(process, port)
         chunks: list[dict] = []

@@ -40,7 +40,9 @@ class Pending:
             thread.start()
 
     def _post(self, body):
-        self.answers.append(httpx.post(f"{self._url}/v1/completions", json=body, timeout=PATIENCE_S))
+        self.answers.append(
+            httpx.post(f"{self._url}/v1/completions", json=body, timeout=PATIENCE_S, verify=False)
+        )
 
     def join(self):
         for thread in self._threads:
@@ -120,7 +122,11 @@ def test_a_server_that_stops_lets_streams_end(serve, hold, until):
     server = serve()
     go_on = hold(server.front.engine, 5)
     with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**SLOW, "stream": True}, timeout=PATIENCE_S
+        "POST",
+        f"{server.url}/v1/completions",
+        json={**SLOW, "stream": True},
+        timeout=PATIENCE_S,
+        verify=False,
     ) as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -475,6 +481,6 @@ def test_a_long_prompt_does_not_stop_the_others(scripted):
     server = scripted("word", "length", tokenizer=tokenize)
     slow = Pending(server, [{"prompt": "a" * 5000, "max_tokens": 1}])
     assert is_tokenizing.wait(PATIENCE_S)
-    assert httpx.get(f"{server.url}/version", timeout=PATIENCE_S).status_code == 200
+    assert httpx.get(f"{server.url}/version", timeout=PATIENCE_S, verify=False).status_code == 200
     may_go_on.set()
     assert [answer.status_code for answer in slow.join()] == [200]

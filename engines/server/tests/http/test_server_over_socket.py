@@ -35,7 +35,9 @@ def with_server(checkpoint, tmp_path, monkeypatch, held_cores):
         try:
             await wait_until_async(lambda: server.started)
             port = server.servers[0].sockets[0].getsockname()[1]
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, verify=False
+            ) as client:
                 return await use(front, client)
         finally:
             server.drain()

@@ -105,9 +105,10 @@ class ChosenProvider:
         self._kind = KINDS[kind]
         self._spec = spec
         self._subject = f"{kind} {spec.name!r}"
-        self._parameters = _parameters(factory) or {}
-        self._takes_all = _parameters(factory) is None or any(
-            each.kind is Parameter.VAR_KEYWORD for each in self._parameters.values()
+        parameters = _parameters(factory)
+        self._parameters = parameters or {}
+        self._takes_all = parameters is None or any(
+            each.kind is Parameter.VAR_KEYWORD for each in parameters.values()
         )
         self._num_positional = self._kind.num_positional
         self._passed = self._kind.keywords

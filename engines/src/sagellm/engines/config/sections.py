@@ -216,7 +216,6 @@ class KVConfig(Checked):
     num_blocks: int | None = Field(
         default=None,
         ge=1,
-        le=2**31 - 1,
         description="KV blocks; null: what memory allows, at most max_num_seqs of the longest sequences",
     )
     memory_fraction: float | None = Field(

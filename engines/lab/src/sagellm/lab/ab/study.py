@@ -29,6 +29,9 @@ LEVEL = 0.95
 _FAR_TIMES, _FAR_SHARE = 1.5, 0.05
 """From which distance on `a` is not the server whose trace it is."""
 
+_MAX_BLOCKS = 1 << 24
+"""More would fill the memory of this machine, and no trace fills them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -259,6 +262,10 @@ def _with_blocks(variant: Variant, serving: Serving | None) -> Variant:
         raise ConfigError(
             f"{variant.name}: how many blocks of KV are there? Say so with --num-blocks"
             + ("" if serving is None else ", or with kv_bytes_per_token and kv_memory_bytes in the costs")
+        )
+    if num_blocks > _MAX_BLOCKS:
+        raise ConfigError(
+            f"{variant.name}: kv.num_blocks is {num_blocks:,}; at most {_MAX_BLOCKS:,} are simulated"
         )
     return replace(variant, config=variant.config.with_values({"kv.num_blocks": num_blocks}))
 
