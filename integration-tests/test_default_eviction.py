@@ -36,7 +36,10 @@ def saved(requests: list[TraceRequest], policy: str, num_blocks: int) -> tuple[f
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("name", ["agent sessions", "one shot", "two tenants"])
+@pytest.mark.parametrize(
+    "name",
+    ["one shot", *(pytest.param(name, marks=pytest.mark.full) for name in ("agent sessions", "two tenants"))],
+)
 def test_the_default_is_never_far_under_lru(name):
     """Where the order alone that is learnt loses a point; with fewer prompts chance decides."""
     requests = LOADS[name](1, 1200)

@@ -173,6 +173,7 @@ def test_a_policy_from_outside_that_keeps_the_contract_passes(checks: Checks) ->
     assert output.endswith("acme-mru-policy: the checked provider keeps its contract.\n")
 
 
+@pytest.mark.full
 def test_what_the_page_on_plugins_shows_keeps_its_contracts(checks: Checks, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "plugins.md").read_text()
     policy, allocator, plugin, *_ = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

@@ -39,6 +39,7 @@ def scratch(tmp_path: Path) -> Scratch:
     return Scratch(tmp_path / "environment")
 
 
+@pytest.mark.full
 def test_commands_and_a_pass_come_and_go_with_their_package(scratch):
     def sage(*arguments, check=True):
         return scratch.run("-c", SAGE, *arguments, check=check)

@@ -120,6 +120,7 @@ def test_tokens_are_the_same_under_each_pass(reference: Reference, name: str) ->
     assert passes[0].num_decisions > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(4))
 def test_tokens_are_the_same_under_random_pipelines(reference: Reference, seed: int) -> None:
     run(reference, random_pipeline(Random(seed)), seed)

@@ -39,7 +39,14 @@ def written(engine):
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("where", ["", "host", "file", "redis", "host over file over redis"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("host", "file", "redis")),
+        "host over file over redis",
+    ],
+)
 def test_hot_tiers_give_a_prompt_to_its_tenant_alone(make_engine, long_checkpoint, tmp_path, request, where):
     small = NUM_TOKENS * 200  # about a quarter of the prompt's KV
     options = {

@@ -112,6 +112,7 @@ class TestChunkedPrefill(SchedulerPassContract):
         return ChunkedPrefillPass()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "starving",
     [

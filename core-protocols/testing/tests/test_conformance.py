@@ -107,7 +107,7 @@ def test_a_method_that_hangs_before_any_test_is_named(check):
         ("os.kill(os.getpid(), signal.SIGSEGV)", "its process ended by SIGSEGV"),
     ],
 )
-@pytest.mark.parametrize("method", ["__init__", "victim"])
+@pytest.mark.parametrize("method", ["__init__", pytest.param("victim", marks=pytest.mark.full)])
 def test_a_method_that_ends_the_process_before_any_test_is_named(check, method, end, found):
     report = check(
         "from sagellm.core.protocols.eviction import NullEvictionPolicy\n"
@@ -180,6 +180,7 @@ class Allocator(NullPrefixCache):
 """
 
 
+@pytest.mark.full
 def test_a_method_that_no_test_calls_is_not_checked(check):
     report = check(OWN_METHOD, "prefix_cache")
     assert report.num_calls.keys() == {"make_room", "metrics"}
@@ -196,11 +197,13 @@ def test_a_crash_is_named_by_its_signal_and_the_others_go_on(check):
     assert outcomes(report)["everything is free at first"] == "passed"
 
 
+@pytest.mark.full
 def test_an_exit_is_a_fault_of_the_test_in_which_it_happens(check):
     report = check("def _exit(self): os._exit(3)\nAllocator.check_integrity = _exit")
     assert "its process ended with exit status 3" in report.faults[0].found
 
 
+@pytest.mark.full
 def test_what_a_plugin_prints_disturbs_nothing(check):
     report = check("print('{', flush=True)\nos.write(1, b'nonsense')")
     assert not report.is_faulty
@@ -250,6 +253,7 @@ class Allocator(NullEvictionPolicy):
 """
 
 
+@pytest.mark.full
 def test_a_policy_with_parameters_that_have_no_default_is_checked_with_options(check):
     assert check(POLICY, "eviction_policy").unchecked.startswith("needs options: phase; give them with ")
     conformance = Conformance("my-plugin")

@@ -101,6 +101,7 @@ def test_a_wrong_table_is_an_error_that_names_the_file(project: Path) -> None:
     assert f"pyproject.toml: {wanted}" in output
 
 
+@pytest.mark.full
 def test_workers_take_turns_if_a_test_is_to_run_alone(project: Path) -> None:
     pytest.importorskip("xdist")
     (project / "pyproject.toml").write_text(ASKS)
@@ -109,6 +110,7 @@ def test_workers_take_turns_if_a_test_is_to_run_alone(project: Path) -> None:
     assert (project / "scratch" / "turn.room").exists()
 
 
+@pytest.mark.full
 def test_coverage_traces_repeated_lines_once_in_a_worker_too(project: Path) -> None:
     pytest.importorskip("xdist")
     pytest.importorskip("pytest_cov")

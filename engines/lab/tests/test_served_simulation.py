@@ -43,6 +43,7 @@ print(run_plan(draw_plan(3)))
 """
 
 
+@pytest.mark.full
 def test_a_seed_replays_exactly_in_this_process_and_in_another():
     first = run_plan(draw_plan(3))
     assert run_plan(draw_plan(3)) == first

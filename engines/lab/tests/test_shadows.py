@@ -220,7 +220,7 @@ def test_an_aborted_request_counts_as_far_as_it_came(make_engine):
     assert core.metrics().modules["shadows"].num_requests == 1  # the other was never admitted
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", pytest.param("s3fifo", marks=pytest.mark.full)])
 def test_a_sample_estimates_with_an_interval(policy):
     requests = conversations(3000, turns=0.95)
     config = EngineConfig.from_flat(num_blocks=1200, block_size=4)

@@ -13,6 +13,8 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
+
 from sagellm.engines.cli.chat.terminal import Terminal
 from sagellm.engines.testing.steps import HeldCores
 from sagellm.testing.patience import PATIENCE_S, wait_until
@@ -84,6 +86,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_an_answer_and_not_the_program(checkpoint, tmp_path):
     arguments = ("llm", "chat", "--model", checkpoint, *FLAGS, "--max-tokens", "3900", "--ignore-eos")
     program = TerminalProgram(*arguments, variables=HeldCores(tmp_path, "chat", 1000).environment)
@@ -112,6 +115,7 @@ def test_an_answer_cannot_control_the_terminal(monkeypatch, capfd):
     assert capfd.readouterr().out == "a\na\ufffd[2J\ufffd\tb\n"
 
 
+@pytest.mark.full
 def test_a_second_ctrl_c_at_the_prompt_leaves(checkpoint):
     program = TerminalProgram("llm", "chat", "--model", checkpoint, *FLAGS)
     program.wait_for("> ")

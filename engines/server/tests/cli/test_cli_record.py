@@ -68,6 +68,7 @@ def metric(url: str, name: str) -> float:
     return float(line.rpartition(" ")[2])
 
 
+@pytest.mark.full
 def test_a_loaded_server_loses_no_request_and_writes_no_word_and_no_key(tmp_path):
     path = tmp_path / "traffic.jsonl"
     with serving(tmp_path, "--record", path) as (ask, _, log, url):

@@ -131,6 +131,7 @@ def test_an_engine_is_started_asked_and_stopped(sage_process, checkpoint, port, 
     assert "no engine runs" in sage_process("cache", "stats").stderr
 
 
+@pytest.mark.full
 def test_a_log_of_json_is_json_from_the_first_line_to_the_last(environment, checkpoint, port):
     environment["SAGELLM_SERVER__LOG_FORMAT"] = "json"
     with contextmanager(serve)(environment, checkpoint, port) as process:

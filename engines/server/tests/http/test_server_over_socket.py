@@ -98,6 +98,7 @@ def test_a_stream_whose_engine_dies_ends_with_an_error_and_the_next_request_runs
     with_server(use)
 
 
+@pytest.mark.full
 def test_a_client_that_leaves_frees_its_blocks(with_server):
     async def use(front, client):
         for prompt in ([5, 6, 7], [[5, 6], [7, 8]]):

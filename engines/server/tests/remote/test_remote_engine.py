@@ -214,6 +214,7 @@ def test_a_process_that_cannot_be_started_is_no_endless_wait(config, tmp_path, m
         asyncio.run(asyncio.wait_for(starting, PATIENCE_S))
 
 
+@pytest.mark.full
 def test_a_restart_that_lacks_something_is_tried_again(with_front, monkeypatch):
     real, refused = subprocess.Popen, []
 
