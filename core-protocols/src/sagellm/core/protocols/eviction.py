@@ -29,7 +29,7 @@ class CachedNode:
     namespace: Namespace = DEFAULT
     former_id: NodeId | None = None
     former_access_ns: int = 0  # last use of the former node
-    former_depth: int = 0  # tokens from the root to the end of the part known before
+    former_depth: int = 0  # tokens from the root to the end of the part known before, which may have gone
 
     @property
     def parent_id(self) -> NodeId | None:

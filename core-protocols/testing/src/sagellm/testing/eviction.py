@@ -221,6 +221,16 @@ class EvictionPolicyContract:
         num_kept = sum(node() is not None for node in left)
         assert num_kept <= self.max_kept_nodes, f"{num_kept} of 5,000 nodes that left are still held"
 
+    def test_a_node_may_be_shorter_than_what_was_known_of_it(self) -> None:
+        """A policy that takes over meets nodes whose end has been evicted since they came back."""
+        policy, nodes = self.make(), [make_node(node_id, num_blocks=4) for node_id in range(1, 6)]
+        for former, node in zip([None, *nodes], nodes, strict=False):
+            if former is not None:
+                node.former_id, node.former_depth = former.node_id, 100 * node.depth
+            policy.on_insert(node)
+            policy.add_candidate(node)
+        assert policy.victim() in (None, *nodes)
+
     def _machine(self, policy: EvictionPolicyProtocol) -> EvictionPolicyMachine:
         return EvictionPolicyMachine(policy, names_victims=self.names_victims)
 

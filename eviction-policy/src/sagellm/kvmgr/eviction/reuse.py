@@ -317,14 +317,15 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         node, block = known.node, self._block
         start = 0 if known.above is None else known.above.node.depth
         agreed, former = start, None if known.above is None else known.above.turn
-        if node.former_depth > start and (back := self._back(node)) is not None:
-            agreed, former = node.former_depth, back
+        was_known = min(node.former_depth, node.depth)  # its end may have gone since
+        if was_known > start and (back := self._back(node)) is not None:
+            agreed, former = was_known, back
         path = self._duel.path(former, agreed // block)
         previous = self._previous(former, agreed, start, path)
         if previous is not None:
             self._note_end(previous.depth - agreed, block)
         self._note_uses(path, start // block, now_s)
-        turn = self._next_turn(node, previous, max(agreed, node.former_depth), now_s)
+        turn = self._next_turn(node, previous, max(agreed, was_known), now_s)
         self._assign(known, turn, path)
         self._duel.use(path, turn, start // block, node.depth // block, self._room, now_s)
 
