@@ -75,6 +75,7 @@ SUBSTITUTIONS = [
     (r"cmpl-1f3a", "$REQUEST"),
     (r"delete monday", "delete monday --yes"),  # there is no terminal to ask on
     (r"--num-prompts \d+", "--num-prompts 4"),
+    (r"--num-requests 600", "--num-requests 8"),
     (r"hatch run seeds", f"python {ROOT}/benchmarks/seeds.py"),
 ]
 
@@ -220,7 +221,7 @@ class Workplace:
         """Return the variables by which commands find an engine that has answered a request."""
         variables = {"SAGELLM_RUNTIME_DIR": str(self.folder / "run")}
         if not (engines := self.engines(variables)):
-            flags = "--logits-processors no_repeat_ngram --num-blocks 512"
+            flags = "--logits-processors no_repeat_ngram --num-blocks 512 --eviction-policy lru"
             self.run(f"sage llm engine start {flags}", self.folder, variables)
             engines = self.engines(variables)
         url = engines[0]["url"]

@@ -95,6 +95,16 @@ def test_shares_differ_by_points(values):
     assert "2.50 points fewer prompt tokens saved" in sentence
 
 
+@pytest.mark.parametrize(
+    ("low", "shown"),
+    [(0.0002, "+0.02 to +5.80 points"), (-0.0002, "0.0 to +5.8 points"), (0.03, "+3.0 to +5.8 points")],
+)
+def test_an_interval_that_excludes_0_does_not_seem_to_end_there(low, shown):
+    points = Estimate(value=0.03, low=low, high=0.058, standard_error=0.01)
+    change = Change(metric=SAVED, a=0.4, b=0.43, difference=Difference(absolute=points, relative=None))
+    assert interval_text(change) == shown
+
+
 def test_requests_that_failed_in_one_run_are_left_out_of_both(values):
     failed = 2 * values
     failed[:100] = np.nan

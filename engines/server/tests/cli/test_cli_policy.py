@@ -36,11 +36,12 @@ def test_policies_are_listed_without_an_engine(sage):
 
 def test_a_policy_is_switched_and_shown(engine, sage):
     done = sage("llm", "policy", "set", "eviction", "s3fifo{small_share=0.2}", "--guard", "hit_rate>=0.5")
-    first, guarded, setting = done.out.splitlines()
+    first, guarded, limit, setting = done.out.splitlines()
     assert first.startswith("eviction: s3fifo{small_share=0.2} instead of reuse (")
-    assert guarded == "guarded: back to reuse unless hit_rate>=0.5; no request yet"
+    assert (guarded, limit) == ("guarded: back to reuse unless", "  hit_rate>=0.5; no request yet")
     flag = "--eviction-policy 's3fifo{small_share=0.2}'"
     assert setting == f"until a restart; for good: {flag}, or prefix_cache.eviction_policy in sagellm.yaml"
+    assert sage("llm", "eviction", "stats", "--json").json["provider"] == "s3fifo"
     assert sage("llm", "policy", "set", "drafts", "ngram").code == 0
     assert engine.client.core.scheduler.speculation is not None
     shown = sage("llm", "policy", "show").out
@@ -78,7 +79,8 @@ def test_a_guarded_policy_stays_guarded_or_says_that_it_does_not(engine, sage):
     sage("llm", "policy", "set", "eviction", "lru", "--guard", "latency_mean_s<=1000")
     assert sage("llm", "policy", "set", "eviction", "lru").out.splitlines() == [
         "eviction: lru is in force already; nothing changed",
-        "guarded: back to reuse unless latency_mean_s<=1000; no request yet",
+        "guarded: back to reuse unless",
+        "  latency_mean_s<=1000; no request yet",
     ]
     engine.generate([5] * 40, GREEDY)
     assert "latency_mean_s<=1000; now 0." in sage("llm", "policy", "show").out

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sagellm.core import ConfigError
+from sagellm.core import ConfigError, ProviderSpec
 from sagellm.core.errors import nearest
 from sagellm.engines.config.shown import shown
 
@@ -64,6 +64,12 @@ class PolicyMetrics:
     policies: dict[str, str] = field(default_factory=dict)
     num_changes: dict[str, dict[str, int]] = field(default_factory=dict)
     num_guards: int = 0
+
+    def in_force(self, provider_kind: str) -> str | None:
+        """Return the name of the provider in force; None if there is none, or this kind is not switched."""
+        kind = next((name for name, each in KINDS.items() if each.provider_kind == provider_kind), "")
+        text = self.policies.get(kind)
+        return None if text is None or text in ("off", "none") else ProviderSpec.of(text).name
 
 
 @dataclass(frozen=True, kw_only=True)

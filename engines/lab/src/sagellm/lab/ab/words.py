@@ -21,7 +21,7 @@ _ASSUMED_BLOCKS = "what the memory in the costs holds; --num-blocks is what your
 _NO_QUEUE = "where hardly any request waits, fewer --num-blocks or --stretch 0.1 make a queue"
 _CACHE_ALONE = (
     "without --cost only the cache is replayed: order, share, preempt, chunk and predictor decide nothing "
-    "there, and eviction only where --num-blocks run out"
+    "there, and eviction only where prompts that come back would not all fit into --num-blocks"
 )
 """Why runs are identical, as far as a user can do something about it."""
 
@@ -200,5 +200,6 @@ def _number(value: float, digits: int) -> str:
 
 
 def _digits(estimate: Estimate) -> int:
-    """Return the digits after the point that the interval's width gives a meaning."""
-    return 1 if estimate.high - estimate.low >= 0.005 else 2
+    """Return the digits that the interval's width gives a meaning; a clear one must not seem to end at 0."""
+    ends_near_zero = min(abs(estimate.low), abs(estimate.high)) < 0.0005
+    return 2 if estimate.high - estimate.low < 0.005 or (estimate.is_clear and ends_near_zero) else 1

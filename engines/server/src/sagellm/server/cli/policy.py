@@ -201,7 +201,7 @@ def _shown(found: Mapping[str, Any], num_changes: int | None) -> Iterator[str]:
 def _limit(limit: Mapping[str, Any], min_requests: int) -> str:
     text = limit["text"]
     if text.endswith("%"):
-        text += f" (of what was before: {limit['value']:.4g})"
+        text += f" of what was before, so {limit['value']:.4g}"
     if limit["now"] is None:
         return f"{text}; no request yet"
     number = limit["num_requests"]
@@ -220,8 +220,8 @@ def _set(found: Mapping[str, Any]) -> Iterator[str]:
     if done["ended_guard"] is not None:
         yield f"the guard that would have gone back to {done['ended_guard']} has ended"
     if (guard := each["guard"]) is not None:
-        limits = ", ".join(_limit(limit, guard["min_requests"]) for limit in guard["limits"])
-        yield f"guarded: back to {guard['back_to']} unless {limits}"
+        yield f"guarded: back to {guard['back_to']} unless"
+        yield from (f"  {_limit(limit, guard['min_requests'])}" for limit in guard["limits"])
     if done["is_new"]:
         flag = f"{each['flag']} {quote(each['name'])}"
         yield f"until a restart; for good: {flag}, or {each['setting']} in sagellm.yaml"

@@ -15,6 +15,7 @@ from sagellm.core import EngineMetrics, ProviderSpec
 from sagellm.engines.cli.output import new_app, print_json, print_json_line
 from sagellm.engines.config.schema import SETTINGS, EngineConfig
 from sagellm.engines.engine_core.pass_failures import pass_failures
+from sagellm.engines.engine_core.policy_metrics import PolicyMetrics
 from sagellm.server.cli.figures import figures_table, passes_table, tenants_table, tiers_table
 from sagellm.server.cli.running import EngineArgument, EngineName, connect
 from sagellm.server.remote import AdminClient
@@ -192,7 +193,8 @@ def read_module(client: AdminClient, module: Module) -> Figures | None:
     metrics = engine.modules.get(module.kind)
     if metrics is None:
         return None
-    provider = _named(client.hello.config.get(SETTINGS[module.kind]))
+    policies: PolicyMetrics = engine.modules.get("policies", PolicyMetrics())
+    provider = policies.in_force(module.kind) or _named(client.hello.config.get(SETTINGS[module.kind]))
     if module.kind == "prefix_cache" and not client.hello.config.get("prefix_cache.enabled", True):
         provider = "null"
     own: Figures = dict(raw["modules"][module.kind] or {})

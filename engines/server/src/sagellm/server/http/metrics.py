@@ -19,10 +19,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from sagellm.core import DEFAULT_TENANT, EngineMetrics, ProviderSpec, get_logger
+from sagellm.core import DEFAULT_TENANT, EngineMetrics, get_logger
 from sagellm.core.protocols.engine import STEP_TOKEN_BOUNDS
 from sagellm.engines.config.schema import EngineConfig
 from sagellm.engines.engine_core.pass_failures import pass_failures
+from sagellm.engines.engine_core.policy_metrics import PolicyMetrics
 from sagellm.engines.logging import fields
 from sagellm.engines.requests.outputs import RequestMetrics, RequestOutput
 from sagellm.server.http.admission import TenantUse
@@ -292,9 +293,8 @@ class ServerMetrics(Collector):
 
     def _eviction_policy(self) -> str:
         """Return the name of the policy in force, which may have been switched."""
-        in_force = getattr(self._engine.modules.get("policies"), "policies", {}).get("eviction")
-        configured = self._config.prefix_cache.eviction_policy
-        return configured.name if in_force in (None, "off") else ProviderSpec.of(in_force).name
+        policies: PolicyMetrics = self._engine.modules.get("policies", PolicyMetrics())
+        return policies.in_force("eviction_policy") or self._config.prefix_cache.eviction_policy.name
 
     def _cache_config(self) -> Metric:
         """Return the KV settings as labels, with vLLM's names where the meaning is the same."""
