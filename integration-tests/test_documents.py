@@ -34,6 +34,7 @@ NOT_RUN = {
     "hatch run full": SUITE,
     ".ci/run": SUITE,
     "python benchmarks/tenants.py": MINUTES,
+    "python benchmarks/lifetime.py [TRACE ...]": MINUTES,
     "python benchmarks/spans.py": MINUTES,
     "python benchmarks/long_prompt.py MODEL": MINUTES,
     "python benchmarks/quantization.py --calibration-text text.txt": "draws from the corpus of a source tree",
