@@ -77,7 +77,7 @@ def list_policies(
         print_json(found)
         return
     typer.echo("\n\n".join(_listed(name, rows) for name, rows in found.items()))
-    typer.echo("\nsage llm policy set KIND NAME switches a running engine.")
+    typer.echo("\nsage llm policy set KIND NAME switches a running engine. * marks the default.")
 
 
 def _listed(kind: str, rows: list[dict[str, Any]]) -> str:
