@@ -71,7 +71,7 @@ def held_cores(environment, tmp_path) -> HeldCores:
 
 def wait_until_ready(process: subprocess.Popen[str], port: int) -> None:
     def is_ready() -> bool:
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.stderr and process.stderr.read()
         with suppress(httpx.TransportError):
             return (
                 httpx.get(f"http://127.0.0.1:{port}/ready", timeout=PATIENCE_S, verify=False).status_code
@@ -318,7 +318,10 @@ def test_an_engine_is_healthy_in_a_long_step_and_unhealthy_when_it_is_frozen(env
     environment |= patched_processes(tmp_path, "core_process", *slow)
     command = [sys.executable, "-m", "sagellm.engines.cli", "llm", "serve", str(model), "--port", str(port)]
     command += ["--dtype", "float32", "--forward-backend", "torch", "--frozen-after-s", "20"]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    with (tmp_path / "log").open(
+        "w"
+    ) as log:  # a pipe that nobody reads would fill: each answer 503 is a line
+        process = subprocess.Popen(command, env=environment, stderr=log, text=True)
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, verify=False)
     try:
         wait_until_ready(process, port)
@@ -344,7 +347,7 @@ def test_an_engine_is_healthy_in_a_long_step_and_unhealthy_when_it_is_frozen(env
         assert sum(1 for _ in stream(port, 1)) >= 1
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def test_a_signal_while_the_model_loads_ends_it(serving, environment):
