@@ -43,7 +43,8 @@ def written(engine):
     "where",
     [
         "",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("host", "file", "redis")),
+        "host",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("file", "redis")),
         "host over file over redis",
     ],
 )
