@@ -114,7 +114,9 @@ class ChosenProvider:
         self._passed = self._kind.keywords
         self._config = _config_of(self._kind.config)
         self._default_config = self._config and getattr(factory, "default_config", self._config())
-        self._hints = _hints(factory) | ({} if self._config is None else _hints(self._config))
+        self._hints = _hints(factory, self._parameters)
+        if self._config is not None:
+            self._hints |= _hints(self._config, _parameters(self._config) or {})
 
     def takes(self, keyword: str) -> bool:
         """Whether the factory has a parameter of this name."""
@@ -266,13 +268,13 @@ def _option(parameter: Parameter, hint: Any) -> ProviderOption:
     )
 
 
-def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
+def _hints(factory: Callable[..., Any], parameters: Mapping[str, Parameter]) -> dict[str, Any]:
     """Return the types of a factory's parameters; types that only type checkers can resolve stay text."""
     function = unwrap(factory.__init__ if isclass(factory) else factory)
     names, namespaces = getattr(function, "__globals__", {}), _namespaces(factory)
     return {
         name: _resolved(each.annotation, namespaces.get(name, {}) | names)
-        for name, each in (_parameters(factory) or {}).items()
+        for name, each in parameters.items()
     }
 
 
