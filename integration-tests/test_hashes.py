@@ -108,7 +108,6 @@ def test_keys_of_16_bits_cost_blocks_and_never_give_a_wrong_one(monkeypatch):
     tier.check_integrity()
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("seed", range(3))
 def test_keys_of_8_bits_give_no_wrong_bytes_in_any_order_of_operations(monkeypatch, seed):
     cut = CutKeys(monkeypatch, num_bytes=1)
@@ -120,7 +119,6 @@ def test_keys_of_8_bits_give_no_wrong_bytes_in_any_order_of_operations(monkeypat
     assert cut.num_collisions > 3
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("seed", range(2))
 def test_keys_of_8_bits_change_no_token(monkeypatch, tmp_path, seed):
     cut = CutKeys(monkeypatch, num_bytes=1)

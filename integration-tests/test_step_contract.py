@@ -205,7 +205,6 @@ def greedy(make_small_engine) -> dict[bytes, list[int]]:
     }
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize(("draft", "settings", "depth"), with_settings(oracle, random_draft, adversarial))
 def test_drafts_change_no_token(make_small_engine, expected, greedy, monkeypatch, draft, settings, depth):
     undrafted = expected(**settings)
@@ -229,7 +228,6 @@ def test_drafts_change_no_token(make_small_engine, expected, greedy, monkeypatch
     assert max(num_accepted) >= (6 if draft is oracle and settings == {} else 0)
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize(
     ("proposer", "settings", "depth"), with_settings("ngram{min_match=1}", "suffix{min_match=1,max_tokens=9}")
 )

@@ -65,7 +65,6 @@ def run(engine, *, most=8):
     return [found[index] for index in range(len(PROMPTS))]
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize(
     "settings",
     [

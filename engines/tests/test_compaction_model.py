@@ -148,7 +148,6 @@ class Load:
         self.kv.evict(self.random.randrange(1, 6))
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("with_cache", [True, False])
 @pytest.mark.parametrize("allocator", ["free_list", "buddy"])
 def test_every_slot_holds_its_sequences_kv_wherever_its_block_went(allocator, with_cache):

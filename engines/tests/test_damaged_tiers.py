@@ -141,7 +141,6 @@ def flip(record, start, end):
     return record[:start] + bytes(byte ^ 0x24 for byte in record[start:end]) + record[end:]
 
 
-@pytest.mark.repeats
 def test_every_region_of_every_record_may_be_flipped(make_engine, expected, store):
     engine = make(make_engine, store.tiers)
     assert run(engine) == expected
@@ -158,7 +157,6 @@ def test_every_region_of_every_record_may_be_flipped(make_engine, expected, stor
     assert counts(engine).num_fetched_blocks >= 7 * len(PROMPTS) * len(REGIONS)
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("kind", ["swapped", "half of another", "half zeros", "all the same"])
 def test_whole_records_may_be_others_or_halves(make_engine, expected, store, kind):
     engine = make(make_engine, store.tiers)
@@ -266,7 +264,6 @@ def test_a_file_may_be_cut(make_engine, expected, tmp_path, is_new_engine, share
     assert counts(engine).num_fetched_blocks >= num_fetched + 7 * len(PROMPTS)
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("region", REGIONS)
 def test_the_next_engine_takes_no_damaged_record(make_engine, expected, tmp_path, region):
     store = FileStore(tmp_path)

@@ -178,7 +178,6 @@ HOSTILE = {
 HOSTILE["beside special ones"].add_special_tokens(["<s>"])
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("kind", [IncrementalDetokenizer, TokenwiseDetokenizer])
 @pytest.mark.parametrize("num_words", [0, 1])
 @pytest.mark.parametrize("name", HOSTILE)
@@ -231,7 +230,6 @@ POSITIONAL = {
 }
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("name", POSITIONAL)
 @settings(max_examples=300, deadline=None)
 @given(runs=st.lists(st.tuples(st.integers(0, 99), st.integers(1, 40)), max_size=12), step=st.integers(1, 3))

@@ -118,7 +118,6 @@ ASKED = [
 ]
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_are_the_same_alone_in_a_batch_of_33_and_after_preemption(make_engine, temperature):
     options = {"temperature": temperature, "seed": 7, "max_tokens": 24, "ignore_eos": True}

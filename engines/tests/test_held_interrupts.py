@@ -114,7 +114,6 @@ def test_ctrl_c_within_a_step_is_raised_at_its_end_and_loses_nothing(
         assert all_blocks_are_back(engine)
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("which", [1, 2, 4])
 def test_ctrl_c_at_any_call_of_a_step_loses_nothing(make_engine, all_blocks_are_back, expected, which):
     num_interrupts = 0

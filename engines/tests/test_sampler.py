@@ -138,7 +138,6 @@ SETTINGS = {
 }
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize(
     "name",
     [

@@ -59,7 +59,6 @@ def expected(make_engine: Callable[..., LLMEngine]) -> list[Any]:
     return generate(make_engine())
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize(
     "length", [*range(1, 9), *(pytest.param(each, marks=pytest.mark.full) for each in range(9, 16)), 16]
 )
@@ -82,7 +81,6 @@ def test_drafts_of_any_length_change_no_token(make_engine, all_blocks_are_back, 
         assert engine.metrics().num_preemptions > 0
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("name", ["ngram", "suffix", "null"])
 @pytest.mark.parametrize("settings", [{}, OVERLAPPED, TIGHT], ids=["inline", "overlapped", "tight"])
 def test_adaptive_drafts_change_no_token(make_engine, all_blocks_are_back, expected, name, settings):

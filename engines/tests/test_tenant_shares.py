@@ -28,7 +28,6 @@ def steps_to_first_token(engine, request_id):
     raise AssertionError("it got no token")
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("settings", [{"max_num_seqs": 4}, {"max_num_seqs": 64, "num_blocks": 32}])
 @pytest.mark.parametrize("params", [LONG, SamplingParams(n=16, max_tokens=60, ignore_eos=True)])
 def test_a_flood_with_any_priority_costs_another_tenant_a_step_or_two(make_instant_engine, settings, params):

@@ -38,7 +38,6 @@ def written(engine):
     return wait_until(metrics, "some tier has written nothing")
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize(
     "where",
     [

@@ -233,7 +233,6 @@ class Simulation:
                 self.num_finished += 1
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("seed", range(6))
 def test_no_order_of_steps_copies_and_late_answers_changes_a_token(seed, tmp_path):
     simulation = Simulation(seed, tmp_path)

@@ -281,7 +281,6 @@ def test_a_block_on_its_way_down_can_be_asked_for(seed):
     tiered.check_integrity()
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("seed", range(5))
 def test_random_operations_over_tiers_that_fail_agree_with_a_model(seed):
     tiers = {

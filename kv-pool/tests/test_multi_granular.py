@@ -109,7 +109,6 @@ def churn(pool: MultiGranularKVPool, seed: int, num_operations: int, check_every
         pool.free(extents)
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("num_operations", [5_000, pytest.param(250_000, marks=pytest.mark.full)])
 def test_random_operations_lose_no_token_and_give_none_twice(num_operations):
     pool = make()

@@ -72,7 +72,6 @@ def churn(cache: RadixPrefixCache, rng: random.Random) -> list[list[int]]:
     return given
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize(
     ("call", "number"),
     [(call, number) for call in CALLS for number in (1, 2, 7, 20) if (call, number) != ("on_resize", 20)],

@@ -41,6 +41,8 @@ def test_the_tests_of_the_library_pass_with_a_sanitizer(tmp_path, sanitizer):
         pytest.skip("no C++ compiler for x86-64 Linux")
     preloaded = runtime(cxx, sanitizer)
     runnable = [variant for variant, needed in VARIANTS.items() if cpu_flags().issuperset(needed)]
+    if sanitizer == "thread":
+        runnable = runnable[:1]  # all variants share work out alike
     libraries = build.build(tmp_path, variants=runnable, sanitizer=sanitizer)
     assert len(libraries) == len(runnable), "the compiler says on standard error what it cannot compile"
     environ = {

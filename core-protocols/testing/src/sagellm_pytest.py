@@ -27,7 +27,6 @@ MARKS = {
     "alone": "measures time, so no other test runs beside it",
     "full": "a longer case, run with -m full",
     "matrix": "the full product of all settings, run by hand",
-    "repeats": "its cases run the same lines of the product, so coverage traces the first one alone",
     "no_cover": "repeats lines of other tests for so long that coverage does not trace it",
     "cuda": "needs a CUDA device",
 }
@@ -39,6 +38,15 @@ _TURN = pytest.StashKey[Path]()
 
 # So that a failing `assert` of the kit shows its values, as in a test file.
 pytest.register_assert_rewrite(_KIT)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that makes a short run of a long suite."""
+    parser.addoption(
+        "--first-cases",
+        action="store_true",
+        help="run one case of each parametrized test, and the kit's heavy tests for one provider",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,22 +62,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect long tests, put those that measure time last, and trace what repeats its lines only once.
+    """Deselect long tests, put those that measure time last, and trace the first case of a test alone.
 
-    Those that measure time are also the kit's tests of cost. Those that repeat their lines are also the
-    kit's heavy tests for one provider.
+    Those that measure time are also the kit's tests of cost. Its heavy tests are traced for one provider.
     """
     ours = {item: marks for item in items if (marks := _deselected_by_default(item)) is not None}
     if not config.option.markexpr:
-        dropped = {item for item, marks in ours.items() if _has_any(item, marks)}
-        if dropped:
-            config.hook.pytest_deselected(items=[item for item in items if item in dropped])
-            items[:] = [item for item in items if item not in dropped]
+        _drop({item for item, marks in ours.items() if _has_any(item, marks)}, items, config)
+    later = _later_cases([item for item in items if item in ours])
+    if config.option.first_cases:
+        _drop(set(later), items, config)
     for item in ours:
         if _aspect_of(item) == "cost":
             item.add_marker("alone")
     if config.pluginmanager.hasplugin("_cov"):  # it would take twice as long
-        _trace_repeated_lines_once([item for item in items if item in ours])
+        for item in later:
+            item.add_marker(pytest.mark.no_cover)
     alone = {item for item in ours if _is_alone(item)}
     items.sort(key=alone.__contains__)
     if alone and hasattr(config, "workerinput"):  # workers of pytest-xdist share the folder above theirs
@@ -104,14 +112,21 @@ def _marks_named_for(folder: Path) -> frozenset[str] | None:
     return frozenset(marks)
 
 
-def _trace_repeated_lines_once(items: list[pytest.Item]) -> None:
-    seen = set()
+def _drop(dropped: set[pytest.Item], items: list[pytest.Item], config: pytest.Config) -> None:
+    if dropped:
+        config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+        items[:] = [item for item in items if item not in dropped]
+
+
+def _later_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return all but the first case of each test; of the kit's heavy tests, all but those of one provider."""
+    seen, later = set(), []
     for item in items:
-        is_marked = item.get_closest_marker("repeats") is not None
-        name = (item.nodeid if is_marked else item.name).partition("[")[0]
-        if (is_marked or _aspect_of(item) in _REPEATING) and name in seen:
-            item.add_marker(pytest.mark.no_cover)
+        name = (item.name if _aspect_of(item) in _REPEATING else item.nodeid).partition("[")[0]
+        if name in seen:
+            later.append(item)
         seen.add(name)
+    return later
 
 
 def _aspect_of(item: pytest.Item) -> str | None:

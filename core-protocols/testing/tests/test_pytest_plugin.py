@@ -36,9 +36,16 @@ TRACED = """
 import sys
 import pytest
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("case", [0, 1])
 def test_traced(case): assert (sys.gettrace() is None) == bool(case)
+"""
+CASES = """
+import pytest
+
+@pytest.mark.parametrize("case", [0, 1])
+def test_cases(case): pass
+
+def test_one(): pass
 """
 ASKS = '[tool.sagellm.pytest]\ndeselect = ["full", "matrix", "cuda"]\n'
 
@@ -111,13 +118,20 @@ def test_workers_take_turns_if_a_test_is_to_run_alone(project: Path) -> None:
 
 
 @pytest.mark.full
-def test_coverage_traces_repeated_lines_once_in_a_worker_too(project: Path) -> None:
+def test_coverage_traces_the_first_case_alone_in_a_worker_too(project: Path) -> None:
     pytest.importorskip("xdist")
     pytest.importorskip("pytest_cov")
     (project / "pyproject.toml").write_text(ASKS)
     (project / "tests" / "test_marked.py").write_text(TRACED)
     output = run(project, "-n", "1", "--cov", "--cov-report=")
     assert "2 passed" in output, output
+
+
+def test_the_first_cases_alone_run_where_that_is_asked_for(project: Path) -> None:
+    (project / "tests" / "test_marked.py").write_text(CASES)
+    assert "3 passed" in run(project, "--first-cases")  # what does not ask for marks is a stranger's
+    (project / "pyproject.toml").write_text(ASKS)
+    assert "2 passed, 1 deselected" in run(project, "--first-cases")
 
 
 def test_workers_of_strangers_take_no_turns(project: Path) -> None:

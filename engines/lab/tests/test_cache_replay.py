@@ -81,7 +81,6 @@ def saved_by_plain_lru(requests: list[TraceRequest], num_blocks: int) -> list[in
     return saved
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num_blocks", [40, 90])
 def test_lru_saves_what_a_plain_model_saves(seed, num_blocks):
@@ -91,7 +90,6 @@ def test_lru_saves_what_a_plain_model_saves(seed, num_blocks):
     assert not any(one.is_refused for one in replayed)
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("seed", range(2))
 def test_no_policy_saves_more_than_belady_and_belady_no_more_than_a_cache_without_limit(seed):
     requests = conversations(seed)
@@ -144,7 +142,6 @@ def test_a_policy_that_learns_keeps_who_comes_back():
     assert (saved["reuse"] - saved["lru"]) / (saved["belady"] - saved["lru"]) > 0.45, saved
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("seed", range(5))
 def test_the_ideal_is_the_longest_beginning_that_an_earlier_prompt_has_too(seed):
     rng = Random(seed)
@@ -161,7 +158,6 @@ def test_the_ideal_is_the_longest_beginning_that_an_earlier_prompt_has_too(seed)
         )
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("seed", range(5))
 def test_a_cache_made_of_blocks_saves_no_more_than_the_ideal(seed):
     requests = conversations(seed)

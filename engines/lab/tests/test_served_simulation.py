@@ -19,7 +19,6 @@ from sagellm.lab.simulation.served.world import run_plan
 from sagellm.server.http.listener import Listener
 
 
-@pytest.mark.repeats
 def test_no_fault_makes_an_answer_wrong_or_missing():
     totals = Totals()
     failures = list(run_seeds(range(15), totals))

@@ -108,7 +108,6 @@ def test_the_same_load_gives_the_same_run():
     assert simulate_serving(load(2), config(150), COSTS).figures != runs[0].figures
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize("num_blocks", [40, 150])
 def test_every_request_gets_its_whole_output_whatever_the_memory(num_blocks):
     requests = load(3)

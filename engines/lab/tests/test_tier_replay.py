@@ -88,7 +88,6 @@ def test_what_a_fetch_saves_is_what_was_not_computed_less_the_fetch():
     assert replay.run([prompt(9)]).num_requests == 1, "a part of the trace is counted alone"
 
 
-@pytest.mark.repeats
 @pytest.mark.parametrize(
     "rates", [{"host": 1e9}, {"file": 1e6}, {"file": 3e5}, {"host": 1e9, "file": 5e5}, {"file": 1e3}]
 )
