@@ -225,10 +225,9 @@ def test_mutated_frames_end_only_their_connection(core, valid, mutator, all_bloc
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", [2, 3])
-def test_many_mutated_frames_end_only_their_connection(core, valid, mutator, all_blocks_are_back, seed):
-    mutate = mutator(valid, seed)
-    assert attack(core, (mutate() for _ in range(165_000)), all_blocks_are_back) > 10_000
+def test_many_mutated_frames_end_only_their_connection(core, valid, mutator, all_blocks_are_back):
+    mutate = mutator(valid, seed=2)
+    assert attack(core, (mutate() for _ in range(100_000)), all_blocks_are_back) > 6_000
 
 
 def add(core: Core, **changes: object) -> bytes:

@@ -201,8 +201,8 @@ def test_the_front_survives_whatever_a_core_sends(scripted, core_frames, mutator
 @pytest.mark.usefixtures("_quiet")
 def test_the_front_survives_many_mutated_frames(scripted, core_frames, mutator):
     mutate = mutator(core_frames, seed=2)
-    num_links, _ = asyncio.run(attack(scripted, (mutate() for _ in range(260_000))))
-    assert num_links > 50_000
+    num_links, _ = asyncio.run(attack(scripted, (mutate() for _ in range(100_000))))
+    assert num_links > 19_000
 
 
 def test_a_token_that_the_model_does_not_have_ends_the_link(scripted):
