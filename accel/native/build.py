@@ -36,7 +36,7 @@ _PORTABLE = [
     "-static-libgcc",
     "-s",
 ]  # so that one file runs with every compiler's runtime
-_CHECKED = ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+_CHECKED = ["-O1", "-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 # g++ 12's own AVX-512 headers draw both "uninitialized" warnings.
 _STRICT = ["-Wall", "-Wextra", "-Werror", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 
