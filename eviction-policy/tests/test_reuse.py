@@ -479,6 +479,16 @@ def test_the_learnt_order_is_used_while_it_saves_more_and_no_longer(caplog):
     assert caplog.messages[-1].startswith("eviction goes by last use from now on: ")
 
 
+def test_what_was_learnt_from_another_is_learnt_apart_from_it():
+    one, other = Cache(ReuseEvictionPolicy()), Cache(ReuseEvictionPolicy())
+    for second in range(30):
+        one.insert(second)
+    other.policy.learn_from(one.policy)
+    other.insert(30)
+    found = [each.policy.metrics().details["num_turns"] for each in (one, other)]
+    assert found == [30, 31]
+
+
 def test_a_shadow_that_evicts_by_last_use_is_an_lru_cache():
     """Paths of a random tree, beside a list of blocks in the order of their last use."""
     random, room = Random(8), 60

@@ -151,6 +151,36 @@ def test_shadows_begin_with_what_is_cached(make_engine):
     assert "shadows" not in engine.metrics().modules
 
 
+def test_a_switch_takes_over_what_a_shadow_of_all_blocks_has_learnt(make_engine):
+    engine = make_engine(num_blocks=24, block_size=8, max_model_len=256, eviction_policy="lru")
+    core = engine.client.core
+    admin = PolicyAdmin(core)
+
+    def switch(name):
+        found = admin.set("eviction", name)
+        return found["changes"][-1]["has_learnt"], core.kv.policy.metrics().details
+
+    assert switch("reuse")[0] is False
+    switch("lru")
+    admin.shadow("reuse,arc,lru")
+    for one in conversations(80):
+        engine.generate([token % 60 + 2 for token in one.token_ids.tolist()[:150]], GREEDY)
+    while core.use_idle_time():
+        pass
+    shadow = core.shadows.learnt("reuse").metrics().details
+    assert shadow["num_turns"] > 60
+    has_learnt, details = switch("reuse")
+    assert has_learnt
+    assert details["num_turns"] >= shadow["num_turns"], "what is cached comes on top"
+    assert details["is_learnt_order_used"] == shadow["is_learnt_order_used"]
+    engine.generate([7] * 50, GREEDY)
+    assert admin.policies()["shadows"]["num_recent"] == 1, "the latest figures begin with the switch"
+    assert switch("arc")[0] is True
+    assert switch("lru")[0] is False, "it learns nothing"
+    assert switch("reuse{window=100}")[0] is False, "another one runs as a shadow"
+    core.shadows.check_integrity()
+
+
 def test_what_is_cached_is_taken_in_a_few_leaves_at_a_time(make_engine):
     engine = make_engine(num_blocks=64)
     for first in range(20):

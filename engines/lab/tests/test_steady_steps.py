@@ -92,7 +92,9 @@ def run(seed: int, num_blocks: int, *, foresees: bool, **values: Any) -> Serving
     return simulate_serving(load(seed), config, COSTS, load=settings, foresees=foresees)
 
 
-@pytest.mark.parametrize(("seed", "num_blocks"), zip(range(6), cycle([40, 90, 300, 4000]), strict=False))
+@pytest.mark.parametrize(
+    ("seed", "num_blocks"), list(zip(range(6), cycle([40, 90, 300, 4000]), strict=False))
+)
 def test_planning_once_changes_no_result(seed, num_blocks, monkeypatch):
     plans = []
     schedule = Scheduler.schedule

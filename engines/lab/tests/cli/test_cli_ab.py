@@ -171,6 +171,15 @@ def test_what_decides_nothing_in_the_cache_alone_is_said(trace, sage):
     assert "without --cost only the cache is replayed: order, share, " in found["verdict"]
 
 
+def test_a_policy_that_a_variant_has_without_naming_it_is_said(trace, sage):
+    arguments = ("llm", "ab", trace, "--num-blocks", "12", "--no-bounds")
+    said = sage(*arguments, "--a", "eviction=lru", "--b", "order=none", "--c", "eviction=lru,order=none").out
+    assert "b has eviction=reuse without naming it; a has another" in said
+    assert "c has" not in said
+    said = sage(*arguments, "--a", "eviction=lru", "--b", "prefix_cache.eviction_policy=s3fifo").out
+    assert "without naming" not in said
+
+
 def test_who_has_more_memory_is_said(trace, sage):
     out = sage("llm", "ab", trace, "--num-blocks", "12", "--b", "kv.block_size=32", "--no-bounds").out
     assert "b has KV for 384 tokens, a for 192\n" in out
@@ -203,7 +212,7 @@ def test_what_was_recorded_stands_beside_and_what_is_far_from_it_is_said(trace, 
         write_trace(path, served)
     warning = "a is not what was recorded: are --num-blocks, --cost and the policies those of that server?"
     out = sage("llm", "ab", near, *arguments).out
-    assert f"as recorded: mean TTFT {1.2 * simulated['ttft']:.3f} s, prompt tokens saved " in out
+    assert f"as recorded: mean TTFT {1200 * simulated['ttft']:.1f} ms, prompt tokens saved " in out
     assert warning not in out
     assert warning in sage("llm", "ab", far, *arguments, "--html", report).out
     assert warning in report.read_text(encoding="utf-8")

@@ -302,7 +302,8 @@ def test_help_of_many_flags_is_in_groups(sage, command):
 
 
 @pytest.mark.parametrize("command", [("serve",), ("generate", "x"), ("bench", "throughput")])
-def test_one_device_is_what_there_is(sage, command, tmp_path):
+def test_one_device_is_what_there_is(sage, command, tmp_path, monkeypatch):
+    monkeypatch.setenv("SAGELLM_SERVER__PORT", "0")  # another server may have the default one
     asked = ("--model", tmp_path / "absent", "--tensor-parallel-size")
     refused = sage("llm", *command, *asked, "2")
     assert (refused.code, "runs a model on one device" in refused.err) == (2, True)

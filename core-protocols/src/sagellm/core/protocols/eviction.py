@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from sagellm.core.ids import NodeId
 from sagellm.core.namespace import DEFAULT, Namespace
@@ -83,6 +84,14 @@ class EvictionPolicyProtocol(ABC):
     a candidate changes without a hit (its prefix was inserted again), the cache removes it and
     adds it again.
     """
+
+    def learn_from(self, other: Self) -> None:
+        """Take over what another one, of equal options, has learnt of the load, and none of its nodes.
+
+        Called once, before any other call, by an engine that switches to a policy whose shadow has run beside
+        the old one. The other goes on, so that nothing that changes may be shared. Nothing by default.
+        """
+        del other
 
     @abstractmethod
     def on_insert(self, node: CachedNode) -> None:

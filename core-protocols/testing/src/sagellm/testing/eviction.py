@@ -54,16 +54,26 @@ def _pass_through(policy: EvictionPolicyProtocol, node: CachedNode) -> None:
     policy.on_remove(node)
 
 
-def _victims(policy: EvictionPolicyProtocol, beside: EvictionPolicyProtocol | None = None) -> list[int]:
-    """Return a policy's victims in a random history; make other calls on another policy meanwhile."""
+def _victims(
+    policy: EvictionPolicyProtocol,
+    beside: EvictionPolicyProtocol | None = None,
+    *,
+    learns_after: int | None = None,
+) -> list[int]:
+    """Return a policy's victims in a random history; make other calls on another policy meanwhile.
+
+    That one learns from it after a number of calls.
+    """
     random, other = Randomness(10).stream("own"), Randomness(11).stream("other")
     machine = EvictionPolicyMachine(policy, names_victims=False)
     elsewhere = None if beside is None else EvictionPolicyMachine(beside, names_victims=False)
     victims = []
-    for _ in range(1_500):
+    for number in range(1_500):
+        if beside is not None and number == learns_after:
+            beside.learn_from(policy)
         if victim := machine.step(random):
             victims.append(int(victim.node_id))
-        if elsewhere is not None:
+        if elsewhere is not None and number >= (learns_after or 0):
             elsewhere.step(other)
     return victims
 
@@ -160,6 +170,20 @@ class EvictionPolicyContract:
         alone = _victims(self.make())
         other = _victims(self.make(), beside=self.make())
         assert other == alone, _first_difference(alone, other)
+
+    def test_what_another_has_learnt_comes_without_its_nodes(self) -> None:
+        """The other one decides as if nothing had been taken over, and none of its nodes is named."""
+        learnt = self.make()
+        expected = _victims(learnt)
+        policy = self.make()
+        policy.learn_from(learnt)
+        assert policy.victim() is None, "a node of the policy that was learnt from was named"
+        machine, random = self._machine(policy), Randomness(12).stream("learnt")
+        for _ in range(500):
+            machine.step(random)
+            machine.the_victim_is_an_unlocked_leaf()
+        came = _victims(self.make(), self.make(), learns_after=750)
+        assert came == expected, f"it was disturbed: {_first_difference(expected, came)}"
 
     def test_eight_threads_may_take_turns(self) -> None:
         """The cache calls from any thread, one at a time."""

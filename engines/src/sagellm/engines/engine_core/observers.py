@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sagellm.core import FinishReason, PluginRegistry, get_logger
+from sagellm.core import EvictionPolicyProtocol, FinishReason, PluginRegistry, get_logger
 from sagellm.core.plugins.failure import contained
 
 if TYPE_CHECKING:
@@ -76,6 +76,12 @@ class Shadows(Watcher, Protocol):
     @property
     def is_behind(self) -> bool:
         """Whether an idle engine has something to tell them."""
+
+    def learnt(self, name: str) -> EvictionPolicyProtocol | None:
+        """Return the policy of a name that has seen all that the engine's own has."""
+
+    def begin_window(self) -> None:
+        """Count the latest figures from now on."""
 
     def metrics(self) -> Any:
         """Return their figures."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from sagellm.core import (
     ConfigError,
     EngineError,
+    EvictionPolicyProtocol,
     FinishReason,
     InvalidInputError,
     ProviderSpec,
@@ -35,7 +36,7 @@ _CHECK_NS = 200_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyChange:
-    """One switch. `made_by` is "operator" or "guard"."""
+    """One switch. `made_by` is "operator" or "guard"; `has_learnt`: what a shadow knew came along."""
 
     at_ns: int
     kind: str
@@ -44,6 +45,7 @@ class PolicyChange:
     made_by: Literal["operator", "guard"]
     why: str = ""
     took_ns: int = 0
+    has_learnt: bool = False
 
 
 @dataclass(slots=True)
@@ -59,8 +61,9 @@ class PolicyAdmin:
 
     A switch happens between two steps and loses neither a request nor a token. An eviction policy is told of
     all that is cached in order of last use, a predictor of all that is live, and a proposer of drafts of each
-    sequence when it is first asked about it; a pass that stays keeps its state. If anything raises, the old
-    one stays. What the old one had learnt is gone.
+    sequence when it is first asked about it; a pass that stays keeps its state. An eviction policy whose
+    shadow runs begins with what that has learnt; otherwise what had been learnt is gone. If anything raises,
+    the old one stays.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -73,7 +76,7 @@ class PolicyAdmin:
         self._started = {kind: self._name(kind) for kind in KINDS}
         self._counts: Counter[tuple[str, str]] = Counter()
         self._checked_ns = 0
-        self._switches: dict[str, Callable[[str], None]] = {
+        self._switches: dict[str, Callable[[str], bool | None]] = {
             "eviction": self._set_eviction,
             "passes": core.parts.passes.set_passes,
             "predictor": self._set_predictor,
@@ -216,8 +219,9 @@ class PolicyAdmin:
 
     def _switch(self, kind: str, name: str, made_by: Literal["operator", "guard"], why: str = "") -> None:
         before, began_ns = self._name(kind), self._clock.now_ns()
+        has_learnt = None
         with contained() as failure:
-            self._switches[kind](name)
+            has_learnt = self._switches[kind](name)
         if (error := failure.error) is not None:
             if isinstance(error, SageLLMError):
                 raise error
@@ -234,6 +238,7 @@ class PolicyAdmin:
                 made_by=made_by,
                 why=why,
                 took_ns=took_ns,
+                has_learnt=bool(has_learnt),
             )
         )
         self._since_ns[kind] = self._changes[-1].at_ns
@@ -243,12 +248,21 @@ class PolicyAdmin:
                 "%s: %s instead of %s, from the next step on (%.1f ms)", kind, after, before, took_ns / 1e6
             )
 
-    def _set_eviction(self, text: str) -> None:
+    def _set_eviction(self, text: str) -> bool:
+        """Switch; return whether the new one began with what its shadow has learnt."""
         changed = self._modules.changed({"prefix_cache.eviction_policy": (spec := ProviderSpec.of(text))})
         if not self._modules.config.prefix_cache.enabled:
             raise ConfigError("prefix caching is off (prefix_cache.enabled), so nothing is ever evicted")
-        self._core.kv.replace_policy(self._modules.eviction_policy(spec), spec.name)
+        policy, shadows = self._modules.eviction_policy(spec), self._core.shadows
+        learnt = None if shadows is None else shadows.learnt(spec.text)
+        learns = learnt is not None and type(policy).learn_from is not EvictionPolicyProtocol.learn_from
+        if learns:
+            policy.learn_from(learnt)
+        self._core.kv.replace_policy(policy, spec.name)
+        if shadows is not None:
+            shadows.begin_window()
         self._modules.config = changed
+        return learns
 
     def _set_predictor(self, text: str) -> None:
         changed = self._modules.changed({"predictor.name": (spec := ProviderSpec.of(text))})

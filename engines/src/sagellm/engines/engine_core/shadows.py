@@ -16,6 +16,7 @@ import numpy.typing as npt
 from sagellm.core import (
     BlockId,
     ConfigError,
+    EvictionPolicyProtocol,
     FinishReason,
     Namespace,
     PrefixCacheProtocol,
@@ -56,7 +57,7 @@ _MAX_A_STEP = 8
 """Requests that are taken in behind a step."""
 
 WINDOW = 1000
-"""Requests in the latest window of the figures."""
+"""Requests in the latest window of the figures, at most; at least half of them, and none before a switch."""
 
 
 class Served(NamedTuple):
@@ -191,6 +192,7 @@ class ShadowCaches:
             raise ConfigError(f"the shadows are {', '.join(self._names)}; name each once")
         part = max(1, num_blocks // NUM_PARTS)
         sizes = (num_blocks,) if self._sampler is None else (num_blocks, *([part] * NUM_PARTS))
+        self._policies: dict[str, EvictionPolicyProtocol] = {}  # of the last cache of each
         self._shadows = [[self._shadow(modules, spec, each, size) for each in sizes] for spec in specs]
         self._runs: Seq[CachedRun] = []  # of a cache whose content these begin with …
         self._ends: deque[int] = deque()  # … and which of them are leaves that were not taken in yet
@@ -199,7 +201,7 @@ class ShadowCaches:
         self._hits = np.zeros((len(specs), len(sizes)))  # tokens; sampled blocks, and those of each part
         self._own = np.zeros(len(sizes))  # the engine's of those blocks
         self._num_query = self._num_hit = self._num_requests = self._took_ns = 0
-        self._marks: deque[Total] = deque([_ZERO], maxlen=3)
+        self._marks: deque[Total] = deque([_ZERO], maxlen=2)
 
     def begin_like(self, cache: PrefixCacheProtocol) -> None:
         """Cache what another cache has now, in order of last use, so that all begin warm.
@@ -284,6 +286,15 @@ class ShadowCaches:
             self._marks.append(self.total())
         self._took_ns += self._now_ns() - began_ns
 
+    def learnt(self, name: str) -> EvictionPolicyProtocol | None:
+        """Return the policy of a name that has managed all blocks; None for a sample, and after a failure."""
+        failed = {each.policy for each in self.metrics().shadows if each.failure}
+        return None if self._sampler is not None or name in failed else self._policies.get(name)
+
+    def begin_window(self) -> None:
+        """Let the latest window begin now."""
+        self._marks = deque([self.total()], maxlen=2)
+
     def total(self) -> Total:
         """Return what was counted so far."""
         return Total(self._num_requests, self._num_query, self._num_hit, self._hits - self._own)
@@ -341,12 +352,13 @@ class ShadowCaches:
         max_blocks = num_blocks
         if prefix.max_blocks is not None:
             max_blocks = min(num_blocks, max(1, round(prefix.max_blocks * share)))
+        self._policies[spec.text] = policy = modules.eviction_policy(spec)
         cache: PrefixCacheProtocol = modules.make(
             "prefix_cache",
             _scaled(prefix.name, share),
             max_blocks,
             size,
-            eviction_policy=modules.eviction_policy(spec),
+            eviction_policy=policy,
             clock=self._clock,
         )
         return ShadowCache(cache, num_blocks, size, num_computed=int(self._sampler is None))

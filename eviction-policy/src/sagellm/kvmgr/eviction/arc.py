@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Self
 
 from sagellm.core.ids import NodeId
 from sagellm.core.protocols.eviction import CachedNode
@@ -21,6 +22,10 @@ class ARCEvictionPolicy(SegmentedEvictionPolicy):
         self._target = 0.0  # target number of young nodes
         self._evicted_young: OrderedDict[NodeId, None] = OrderedDict()
         self._evicted_kept: OrderedDict[NodeId, None] = OrderedDict()
+
+    def learn_from(self, other: Self) -> None:
+        """Take over the target."""
+        self._target = other._target
 
     def enter(self, node: CachedNode) -> None:
         """Adapt to a node that came back, and keep it."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import filterfalse
 from operator import attrgetter
+from typing import Self
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.ids import NodeId, SequenceId
@@ -77,6 +78,7 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
         self._default_weight = default_weight
         self._make = _maker(within)
         self._tenants: dict[str, _Tenant] = {}
+        self._learnt: dict[str, EvictionPolicyProtocol] = {}  # for tenants that come
         self._counted: dict[NodeId, int] = {}  # blocks counted for each node
         self._heap: list[tuple[float, int, _Tenant]] = []  # fullest first; claims may be outdated
         self._changed: set[_Tenant] = set()  # tenants whose claim may be too low
@@ -91,6 +93,12 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
             default_weight,
             within,
         )
+
+    def learn_from(self, other: Self) -> None:
+        """Let the policies of tenants begin with what the other's have learnt."""
+        for name, tenant in other._tenants.items():
+            self._learnt[name] = self._make()
+            self._learnt[name].learn_from(tenant.policy)
 
     def on_insert(self, node: CachedNode) -> None:
         """Count its blocks for its tenant."""
@@ -231,7 +239,8 @@ class QoSEvictionPolicy(EvictionPolicyProtocol):
     def _add_tenant(self, name: str) -> _Tenant:
         self._num_tenants += 1
         weight = self._weight_of(name)
-        tenant = self._tenants[name] = _Tenant(self._num_tenants, weight, self._make())
+        policy = self._learnt.pop(name, None) or self._make()
+        tenant = self._tenants[name] = _Tenant(self._num_tenants, weight, policy)
         self._weight += weight
         _logger.debug("tenant %d has weight %g of %g", self._num_tenants, weight, self._weight)
         return tenant

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,6 +94,14 @@ class ReturnModel:
         self._weight_list: list[float] = self._weights.tolist()
         self._pace_list: list[float] = self._pace_weights.tolist()
         self._learning = self._learn()
+
+    def copy(self) -> Self:
+        """Return one that knows the same and learns by itself."""
+        copied = copy.copy(self)
+        for name in ("_features", "_pace", "_times", "_gaps"):
+            setattr(copied, name, getattr(self, name).copy())
+        copied._learning = copied._learn()
+        return copied
 
     def add(self, turn: TurnFacts) -> tuple[int, float, float]:
         """Add a turn; return its index here, the chance of another, and the scale of the gap (s)."""
@@ -222,6 +231,10 @@ class ReturnModels:
 
     def __init__(self, *, window: int = 8192) -> None:
         self._turns, self._uses = ReturnModel(window=window), ReturnModel(window=max(1, window // 4))
+
+    def learn_from(self, other: ReturnModels) -> None:
+        """Know what another pair knows, from here on apart from it."""
+        self._turns, self._uses = other._turns.copy(), other._uses.copy()
 
     @property
     def version(self) -> int:

@@ -113,6 +113,12 @@ class ReuseEvictionPolicy(EvictionPolicyProtocol):
         self._num_evicted = {False: 0, True: 0}  # blocks, by whether the learnt order was in force
         self._now_s = 0.0
 
+    def learn_from(self, other: Self) -> None:
+        """Take over the models, and which order saves more."""
+        self._models.learn_from(other._models)
+        self._duel.learn_from(other._duel)
+        self._num_ends, self._num_lost_ends = other._num_ends, other._num_lost_ends
+
     def on_insert(self, node: CachedNode) -> None:
         """Find the turn that the node belongs to."""
         self._metrics.num_inserted += 1

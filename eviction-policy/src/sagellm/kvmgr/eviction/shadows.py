@@ -254,6 +254,10 @@ class Duel:
         self._num_saved = [0, 0]  # blocks, of the two shadows
         self._num_switches = 0
 
+    def learn_from(self, other: Duel) -> None:
+        """Begin with another duel's verdict and lead."""
+        self.is_won, self._lead, self._variance = other.is_won, other._lead, other._variance
+
     def path(self, turn: Turn | None, num_blocks: int) -> list[Stretch]:
         """Return the stretches of the first blocks of a turn, deepest first; `use` must follow."""
         return self._shadows.path(turn, num_blocks)

@@ -27,6 +27,8 @@ _SHORT = {
 }
 """What a variant may write in short → the setting."""
 
+_KEYS = {setting: short for short, setting in _SHORT.items()}
+
 _SIMULATED = ("kv", "prefix_cache", "scheduler", "predictor")
 """Sections whose settings a simulation reads; the rest say how a model is run and served."""
 
@@ -53,9 +55,19 @@ class Variant:
 
     def policies(self, *, is_served: bool) -> str:
         """Name the policies that decide something, as a variant would: `eviction=reuse,order=shortest`."""
-        short = {setting: key for key, setting in _SHORT.items() if is_served or key == "eviction"}
-        named = (each for each in self.config.providers() if each.key in short)
-        return ",".join(f"{short[each.key]}={each.spec.text}" for each in named)
+        return ",".join(f"{key}={text}" for key, text in self._policies(is_served).items())
+
+    def _policies(self, is_served: bool) -> dict[str, str]:  # noqa: FBT001
+        named = ((_KEYS.get(each.key), each.spec.text) for each in self.config.providers())
+        evicts = self.config.prefix_cache.enabled
+        return {key: text for key, text in named if key and (evicts if key == "eviction" else is_served)}
+
+    def not_named(self, other: Variant, *, is_served: bool) -> str:
+        """Name the policies in which it differs from another variant, and which it does not name itself."""
+        mine, theirs = (self._policies(is_served), other._policies(is_served))
+        named = set() if self.text == DEFAULT else {_KEYS.get(each, each) for each in _values(self.text)}
+        different = (key for key in mine if key not in named and mine[key] != theirs.get(key))
+        return ",".join(f"{key}={mine[key]}" for key in different)
 
     def is_same_as(self, other: Variant) -> bool:
         """Say whether both configure the same."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from sagellm.lab.ab.bootstrap import BlockBootstrap, Estimate, num_requests_for
 from sagellm.lab.ab.comparison import Change, Comparison
 from sagellm.lab.ab.metrics import Metric
+from sagellm.lab.ab.variants import DEFAULT
 
 if TYPE_CHECKING:
     from sagellm.lab.ab.study import Study
@@ -33,8 +34,9 @@ def figure_text(metric: Metric, value: float | None) -> str:
     """Write a figure in the unit of its metric."""
     if value is None:
         return "-"
-    scale, digits = {"s": (1.0, 3), "ms": (1e3, 1), "%": (100.0, 1)}[metric.unit]
-    return f"{scale * value:,.{digits}f} {metric.unit}"
+    unit = "ms" if metric.unit == "s" and value < 1 else metric.unit
+    scale, digits = {"s": (1.0, 3), "ms": (1e3, 1), "%": (100.0, 1)}[unit]
+    return f"{scale * value:,.{digits}f} {unit}"
 
 
 def figure_rows(study: Study) -> list[tuple[str, ...]]:
@@ -144,6 +146,10 @@ def notes(study: Study) -> Iterator[str]:
     for variant in others:
         if (num_tokens := variant.num_kv_tokens) != a.num_kv_tokens:
             yield f"{variant.name} has KV for {num_tokens:,} tokens, a for {a.num_kv_tokens:,}"
+        if variant.text != DEFAULT and (
+            has := variant.not_named(a, is_served=study.plan.serving is not None)
+        ):
+            yield f"{variant.name} has {has} without naming it; a has another"
     if study.recorded:
         figures = (f"{each.metric.title} {figure_text(each.metric, each.a)}" for each in study.recorded)
         yield f"as recorded: {', '.join(figures)}"

@@ -214,7 +214,9 @@ def _set(found: Mapping[str, Any]) -> Iterator[str]:
     kind = done["kind"]
     each = found["policies"][kind]
     if done["is_new"]:
-        yield f"{kind}: {change['after']} instead of {change['before']} ({change['took_ns'] / 1e6:.1f} ms)"
+        learnt = ", with what its shadow has learnt" if change["has_learnt"] else ""
+        took = f"({change['took_ns'] / 1e6:.1f} ms)"
+        yield f"{kind}: {change['after']} instead of {change['before']}{learnt} {took}"
     else:
         yield f"{kind}: {each['name']} is in force already; nothing changed"
     if done["ended_guard"] is not None:
