@@ -64,7 +64,8 @@ class _Watched:
         if not callable(value):
             return value
 
-        def call(*arguments: Any, **options: Any) -> Any:
+        def call(*proxied: Any, **options: Any) -> Any:
+            arguments = [each._target if isinstance(each, _Watched) else each for each in proxied]
             given = ", ".join([*map(_text, arguments), *(f"{key}={_text(options[key])}" for key in options)])
             try:
                 result = value(*arguments, **options)
