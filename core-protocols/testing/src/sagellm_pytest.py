@@ -103,7 +103,7 @@ def _marks_named_for(folder: Path) -> frozenset[str] | None:
     try:
         table = tomllib.loads(file.read_text("utf-8"))
         marks = table["tool"]["sagellm"]["pytest"]["deselect"]
-    except (OSError, ValueError, KeyError, TypeError):  # whoever uses the file says what is wrong with it
+    except (OSError, ValueError, KeyError, TypeError):  # the tools that need the file say what is wrong
         return None
     if not isinstance(marks, list) or not all(mark in MARKS for mark in marks):
         raise pytest.UsageError(

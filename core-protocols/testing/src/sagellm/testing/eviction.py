@@ -62,7 +62,7 @@ def _victims(
 ) -> list[int]:
     """Return a policy's victims in a random history; make other calls on another policy meanwhile.
 
-    That one learns from it after a number of calls.
+    With `learns_after`, the other one learns from it after that many calls, and only then gets its own.
     """
     random, other = Randomness(10).stream("own"), Randomness(11).stream("other")
     machine = EvictionPolicyMachine(policy, names_victims=False)
@@ -172,7 +172,7 @@ class EvictionPolicyContract:
         assert other == alone, _first_difference(alone, other)
 
     def test_what_another_has_learnt_comes_without_its_nodes(self) -> None:
-        """The other one decides as if nothing had been taken over, and none of its nodes is named."""
+        """None of its nodes is named, and it goes on as if nothing had been learnt from it."""
         learnt = self.make()
         expected = _victims(learnt)
         policy = self.make()

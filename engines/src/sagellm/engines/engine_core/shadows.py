@@ -288,8 +288,10 @@ class ShadowCaches:
 
     def learnt(self, name: str) -> EvictionPolicyProtocol | None:
         """Return the policy of a name that has managed all blocks; None for a sample, and after a failure."""
-        failed = {each.policy for each in self.metrics().shadows if each.failure}
-        return None if self._sampler is not None or name in failed else self._policies.get(name)
+        if self._sampler is not None or name not in self._policies:
+            return None
+        (shadow,) = self._shadows[self._names.index(name)]
+        return None if shadow.cache.metrics().policy_failure else self._policies[name]
 
     def begin_window(self) -> None:
         """Let the latest window begin now."""

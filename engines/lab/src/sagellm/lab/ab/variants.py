@@ -55,17 +55,19 @@ class Variant:
 
     def policies(self, *, is_served: bool) -> str:
         """Name the policies that decide something, as a variant would: `eviction=reuse,order=shortest`."""
-        return ",".join(f"{key}={text}" for key, text in self._policies(is_served).items())
+        return ",".join(f"{key}={text}" for key, text in self._policies(is_served=is_served).items())
 
-    def _policies(self, is_served: bool) -> dict[str, str]:  # noqa: FBT001
+    def _policies(self, *, is_served: bool) -> dict[str, str]:
         named = ((_KEYS.get(each.key), each.spec.text) for each in self.config.providers())
         evicts = self.config.prefix_cache.enabled
         return {key: text for key, text in named if key and (evicts if key == "eviction" else is_served)}
 
     def not_named(self, other: Variant, *, is_served: bool) -> str:
-        """Name the policies in which it differs from another variant, and which it does not name itself."""
-        mine, theirs = (self._policies(is_served), other._policies(is_served))
-        named = set() if self.text == DEFAULT else {_KEYS.get(each, each) for each in _values(self.text)}
+        """Name the policies that tell it from another variant and that no reader sees named."""
+        if self.text == DEFAULT:  # its label has them all
+            return ""
+        mine, theirs = (each._policies(is_served=is_served) for each in (self, other))
+        named = {_KEYS.get(setting) for setting in _values(self.text)}
         different = (key for key in mine if key not in named and mine[key] != theirs.get(key))
         return ",".join(f"{key}={mine[key]}" for key in different)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from sagellm.lab.ab.bootstrap import BlockBootstrap, Estimate, num_requests_for
 from sagellm.lab.ab.comparison import Change, Comparison
 from sagellm.lab.ab.metrics import Metric
-from sagellm.lab.ab.variants import DEFAULT
 
 if TYPE_CHECKING:
     from sagellm.lab.ab.study import Study
@@ -146,9 +145,7 @@ def notes(study: Study) -> Iterator[str]:
     for variant in others:
         if (num_tokens := variant.num_kv_tokens) != a.num_kv_tokens:
             yield f"{variant.name} has KV for {num_tokens:,} tokens, a for {a.num_kv_tokens:,}"
-        if variant.text != DEFAULT and (
-            has := variant.not_named(a, is_served=study.plan.serving is not None)
-        ):
+        if has := variant.not_named(a, is_served=study.plan.serving is not None):
             yield f"{variant.name} has {has} without naming it; a has another"
     if study.recorded:
         figures = (f"{each.metric.title} {figure_text(each.metric, each.a)}" for each in study.recorded)
