@@ -63,7 +63,7 @@ class Variant:
         return {key: text for key, text in named if key and (evicts if key == "eviction" else is_served)}
 
     def not_named(self, other: Variant, *, is_served: bool) -> str:
-        """Name the policies that tell it from another variant and that no reader sees named."""
+        """Name the policies that tell it from another variant without standing in its text."""
         if self.text == DEFAULT:  # its label has them all
             return ""
         mine, theirs = (each._policies(is_served=is_served) for each in (self, other))
